@@ -7,6 +7,7 @@ which says what is wrong with which document.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -178,18 +179,16 @@ def write_atomically(path: str | os.PathLike[str], data: bytes, *, durable: bool
                 os.fsync(file.fileno())
         os.rename(temporary, path)
     except BaseException:
-        with_suppressed_unlink(temporary)
+        unlink_quietly(temporary)
         raise
     if durable:
         fsync_directory(os.path.dirname(path) or ".")
 
 
-def with_suppressed_unlink(path: str) -> None:
+def unlink_quietly(path: str) -> None:
     """Remove a file that may not be there."""
-    try:
+    with contextlib.suppress(OSError):
         os.unlink(path)
-    except OSError:
-        pass
 
 
 def fsync_directory(path: str | os.PathLike[str]) -> None:
