@@ -1,15 +1,15 @@
 """Every error that ckptd raises on purpose, and the exit status that each one ends a command with.
 
-    CkptdError (70)
-    ├── UsageError (64)             a command line that makes no sense
-    ├── JobSpecError (78)           job.yaml: all its errors at once
-    ├── RunNotFound (64)            no run of that name, or several where one was expected
-    ├── RunLocked (64)              another daemon owns the run directory
-    ├── LedgerError (70)            the ledger cannot be opened, or was written by a newer ckptd
-    ├── DaemonUnreachable (69)      a request to a daemon that does not answer
-    ├── LaunchError (69)            a node agent cannot be started
-    ├── PortTaken (78)              `web.listen` names an address that is in use
-    └── CheckpointUnreadable (1)    there are commits, and none of them can be read
+CkptdError (70)
+├── UsageError (64)             a command line that makes no sense
+├── JobSpecError (78)           job.yaml: all its errors at once
+├── RunNotFound (64)            no run of that name, or several where one was expected
+├── RunLocked (64)              another daemon owns the run directory
+├── LedgerError (70)            the ledger cannot be opened, or was written by a newer ckptd
+├── DaemonUnreachable (69)      a request to a daemon that does not answer
+├── LaunchError (69)            a node agent cannot be started
+├── PortTaken (78)              `web.listen` names an address that is in use
+└── CheckpointUnreadable (1)    there are commits, and none of them can be read
 """
 
 from __future__ import annotations
