@@ -6,6 +6,7 @@ CkptdError (70)
 ├── RunNotFound (64)            no run of that name, or several where one was expected
 ├── RunLocked (64)              another daemon owns the run directory
 ├── LedgerError (70)            the ledger cannot be opened, or was written by a newer ckptd
+│   └── LedgerFull (70)         no room for another event: training goes on, its history has a gap
 ├── DaemonUnreachable (69)      a request to a daemon that does not answer
 ├── LaunchError (69)            a node agent cannot be started
 ├── PortTaken (78)              `web.listen` names an address that is in use
@@ -60,6 +61,10 @@ class RunLocked(CkptdError):
 
 class LedgerError(CkptdError):
     exit_status = ExitStatus.BUG
+
+
+class LedgerFull(LedgerError):
+    pass
 
 
 class DaemonUnreachable(CkptdError):

@@ -1,0 +1,94 @@
+"""What does the command `ckptd` do with its words? It loads the one command that is named, and turns errors into statuses.
+
+Commands are found by name and imported when they are used: `ckptd validate` waits for nothing that it does not need.
+A command returns its exit status, or None for 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from ckptd import __version__
+from ckptd.errors import CkptdError, ExitStatus, JobSpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "init": ("ckptd.cli._init:init", "Write a job.yaml to start from."),
+    "validate": ("ckptd.cli._validate:validate", "Check a job.yaml without starting anything."),
+}
+"""Name of each command: where it is (`module:attribute`), and a line for `ckptd --help`, which imports none of them."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise _ReaderGone from error  # click would make a plain 1 of it, which means that training failed
+
+
+class _ReaderGone(Exception):
+    """Whoever read our output has gone away, like `ckptd events | head`."""
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ckptd", message="%(prog)s %(version)s")
+def ckptd() -> None:
+    """Supervise a long training job: restart it from its newest committed checkpoint, and decide when to save."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (without the program's name; default: this process's) and return its exit status."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be text in the terminal's encoding
+    try:
+        result = ckptd.main(args=None if argv is None else list(argv), prog_name="ckptd", standalone_mode=False)
+        sys.stdout.flush()
+        return int(result) if isinstance(result, int) else 0
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return ExitStatus.USAGE
+    except (click.Abort, KeyboardInterrupt):
+        return ExitStatus.INTERRUPTED
+    except (_ReaderGone, BrokenPipeError):
+        # The interpreter flushes stdout once more as it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except JobSpecError as error:
+        print(error, file=sys.stderr)  # each line begins with file and line, as editors like it
+        return error.exit_status
+    except CkptdError as error:
+        print(f"ckptd: {error}", file=sys.stderr)
+        return error.exit_status
+    except Exception:
+        traceback.print_exc()
+        print(f"ckptd {__version__}: this is a bug in ckptd; please report it with the lines above", file=sys.stderr)
+        return ExitStatus.BUG
