@@ -1,0 +1,436 @@
+"""How does a state become a committed checkpoint while training goes on?
+
+`Saver.save` copies the state into kept buffers and returns; one thread then writes it through torch's distributed
+checkpoint, digests every file, gathers the digests of all ranks, and on rank 0 writes `COMMITTED` last of all. Every
+rank goes through the same collectives whatever happens to it: an error is something to tell, not a reason to leave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import queue
+import shutil
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.tensor import DTensor
+
+from ckptd_shim import contract, extras
+from ckptd_shim.contract import FileDigest, Marker, Report
+from ckptd_shim.digest import crc32c_bytes, crc32c_file
+from ckptd_shim.optim_state import describe
+from ckptd_shim.staging import Stager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd_shim.pulse import ReportWriter
+    from ckptd_shim.ranks import Ranks
+    from ckptd_shim.state import Position, Snapshot
+
+Problem = dict[str, Any]
+"""What went wrong on a rank, as the others are told: {"error": text, "errno": number or None}."""
+
+# A world of one needs no process group; torch would say so at each save.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where a run's checkpoints go, and what its markers say of it."""
+
+    save_dir: str
+    run_id: str
+    attempt: int
+    tier: str
+    durable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a save; the same on every rank."""
+
+    step: int
+    path: str
+    committed: bool
+    error: str | None = None
+    errno: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    position: Position
+    path: str
+    begun: float
+    stall_s: float
+    loss: float | None
+    incomparable: str | None
+    tensors: dict[str, torch.Tensor]
+    staged: dict[str, torch.Tensor]
+    chunks: list[bytes | memoryview]
+    alike: str
+    """Digest of the names and shapes of what every rank must hold alike, because rank 0 alone writes it."""
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans by the live tensors, which know how they are sharded, and writes the staged ones."""
+
+    def __init__(self, staged: dict[str, torch.Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._staged = staged
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._staged[index.fqn]
+
+
+class _Writer(FileSystemWriter):
+    """Remembers its own failure: what torch raises after telling all ranks has lost the number of the error."""
+
+    failure: BaseException | None = None
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        try:
+            super().finish(metadata, results)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
+class Saver:
+    """Saves one at a time. Every rank makes one, and calls `save` for the same steps.
+
+    Args:
+        target: where to, and as what.
+        ranks: all ranks, on a group that only this saver uses.
+        sequence: number of the newest commit of the run so far.
+        report: rank 0's report file.
+    """
+
+    def __init__(self, *, target: Target, ranks: Ranks, sequence: int, report: ReportWriter) -> None:
+        self.target = target
+        self.sequence = sequence
+        self._ranks = ranks
+        self._report = report
+        self._stager = Stager(rank=ranks.rank)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._failure: BaseException | None = None
+        self.outcome: Outcome | None = None
+        """What became of the newest save that is over."""
+        self.committed_step: int | None = None
+        """Step of the newest commit of this attempt."""
+        # A daemon thread: a script that dies of an exception must not wait for ranks that are dead too.
+        self._thread = threading.Thread(target=self._work, name="ckptd-saver", daemon=True)
+        self._thread.start()
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Allocate the buffers that `snapshot` needs, in the background, so that the first save does not have to."""
+        shapes = self._stager.shapes(snapshot)
+        self.wait()
+        self._submit(lambda: self._stager.warm(shapes))
+
+    def save(self, capture: Callable[[], Snapshot], *, position: Position, loss: float | None) -> float:
+        """Copy what `capture` returns, and have it written. Returns this rank's stall in seconds.
+
+        The stall is the time in here, the wait for an earlier save included.
+
+        Raises:
+            TypeError: the state holds something that a checkpoint cannot.
+        """
+        begun = time.monotonic()
+        self.wait()
+        snapshot = capture()
+        staged, tree = self._stager.stage(snapshot)
+        incomparable = tree["shared"]["incomparable"]
+        chunks = extras.dump(tree)
+        alike = {key: describe(t)[:2] for key, t in snapshot.tensors.items() if not isinstance(t, DTensor)}
+        job = _Job(
+            position=position,
+            path=os.path.join(self.target.save_dir, contract.checkpoint_dirname(position.step, self.target.attempt)),
+            begun=begun,
+            stall_s=time.monotonic() - begun,
+            loss=loss,
+            incomparable=incomparable,
+            tensors={
+                key: t if isinstance(t, DTensor) else staged[key] for key, t in self._stager.wanted(snapshot).items()
+            },
+            staged=staged,
+            chunks=chunks,
+            alike=hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest(),
+        )
+        self._submit(lambda: self._carry_out(job))
+        if self._ranks.rank == 0:
+            self._report.write(Report.SAVE_STAGED, step=position.step, stall_s=job.stall_s)
+        return time.monotonic() - begun
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is in flight. False: it still is after `timeout_s` seconds.
+
+        Raises:
+            RuntimeError: the saver itself failed, which is a bug.
+        """
+        if not self._idle.wait(timeout_s):
+            return False
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise RuntimeError(f"the saver's thread failed: {failure!r}") from failure
+        return True
+
+    def close(self) -> None:
+        """End the thread. What is in flight is waited for."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    # --- the saver's thread -----------------------------------------------------------------------------------------
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        self._idle.clear()
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:
+                self._failure = error
+            del job  # it holds the staged state
+            self._idle.set()
+
+    def _carry_out(self, job: _Job) -> None:
+        try:
+            self._finish(job, *self._attempt(job))
+        except Exception as error:
+            # The exchange with the other ranks failed. They may be writing still, so nothing is removed.
+            self._fail(
+                job, {"error": f"the ranks lost each other: {error}", "errno": None}, stall_s=job.stall_s, left=True
+            )
+
+    def _attempt(self, job: _Job) -> tuple[list[dict[str, Any]], Metadata | None, Problem | None]:
+        """Write. Returns (what every rank says of its files, what was planned, the first problem of any rank)."""
+        problem: Problem | None = None
+        if self._ranks.rank == 0:
+            try:
+                os.makedirs(self.target.save_dir, exist_ok=True)
+                os.mkdir(job.path)
+            except OSError as error:
+                problem = _problem(error)
+        told = self._ranks.exchange({"problem": problem, "alike": job.alike, "stall_s": job.stall_s})
+        stalls = [each["stall_s"] for each in told]
+        problem = _first_problem(told)
+        for rank, each in enumerate(told):
+            if problem is None and each["alike"] != told[0]["alike"]:
+                text = f"rank {rank} holds other unsharded tensors than rank 0, which would be lost: shard them as DTensors"
+                problem = {"error": text, "errno": None}
+        if problem is not None:
+            return [{"stall_s": stall, "files": []} for stall in stalls], None, problem
+        files: list[FileDigest] = []
+        metadata = None
+        try:
+            metadata = self._write_tensors(job)
+            files = self._write_rest(job)
+        except BaseException as error:  # CheckpointException is no Exception
+            problem = _problem(error)
+        told = self._ranks.exchange({"problem": problem, "files": [dataclasses.asdict(each) for each in files]})
+        told = [each | {"stall_s": stall} for each, stall in zip(told, stalls, strict=True)]
+        return told, metadata, _first_problem(told)
+
+    def _write_tensors(self, job: _Job) -> Metadata:
+        writer = _Writer(
+            job.path,
+            sync_files=self.target.durable,
+            # With more threads a failed one goes unnoticed; copying ahead is done, and would touch the GPU.
+            thread_count=1,
+            per_thread_copy_ahead=0,
+            overwrite=False,
+        )
+        try:
+            return save_tensors(
+                dict(job.tensors),
+                storage_writer=writer,
+                planner=_Planner(job.staged),
+                process_group=self._ranks.group,
+                no_dist=self._ranks.group is None,
+            )
+        except BaseException as error:
+            raise (writer.failure or error) from error
+
+    def _write_rest(self, job: _Job) -> list[FileDigest]:
+        rank = self._ranks.rank
+        with open(os.path.join(job.path, contract.extras_name(rank)), "xb") as file:
+            file.writelines(job.chunks)
+            file.flush()
+            if self.target.durable:
+                os.fsync(file.fileno())
+        names = [name for name in os.listdir(job.path) if name.startswith(f"__{rank}_")]
+        names.append(contract.extras_name(rank))
+        if rank == 0:
+            names.append(contract.DCP_METADATA)
+        files = []
+        for name in sorted(names):
+            size, crc = crc32c_file(os.path.join(job.path, name))
+            files.append(FileDigest(name=name, size=size, crc32c=crc))
+        if self.target.durable:
+            contract.fsync_directory(job.path)
+        return files
+
+    def _finish(
+        self, job: _Job, told: list[dict[str, Any]], metadata: Metadata | None, problem: Problem | None
+    ) -> None:
+        stall_s = max(each["stall_s"] for each in told)
+        left = False
+        facts: dict[str, Any] = {}
+        if self._ranks.rank == 0:
+            if problem is None:
+                try:
+                    facts = self._commit(job, told, metadata)
+                except Exception as error:
+                    problem = _problem(error)
+            if problem is not None:
+                left = not _remove(job.path)
+        verdict = self._ranks.exchange({"problem": problem})[0]["problem"]
+        if verdict is not None:
+            self._fail(job, verdict, stall_s=stall_s, left=left)
+            return
+        self.sequence += 1
+        self.committed_step = job.position.step
+        self.outcome = Outcome(step=job.position.step, path=job.path, committed=True)
+        if self._ranks.rank == 0:
+            self._report.write(
+                Report.SAVE_COMMITTED,
+                step=job.position.step,
+                samples=job.position.samples,
+                path=job.path,
+                tier=self.target.tier,
+                stall_s=stall_s,
+                loss=job.loss,
+                comparable=job.incomparable is None,
+                **facts,
+            )
+
+    def _commit(self, job: _Job, told: list[dict[str, Any]], metadata: Metadata | None) -> dict[str, Any]:
+        """Rank 0: check that all is there, then write `COMMITTED`."""
+        files = [FileDigest(**each) for one in told for each in one["files"]]
+        assert metadata is not None
+        check_plan(metadata, {each.name: each.size for each in files})
+        position = job.position
+        marker = Marker(
+            format=contract.FORMAT,
+            run_id=self.target.run_id,
+            sequence=self.sequence + 1,
+            step=position.step,
+            samples_seen=position.samples,
+            epoch=position.epoch,
+            attempt=self.target.attempt,
+            world_size=self._ranks.size,
+            global_batch=position.global_batch,
+            loss=job.loss,
+            created=time.time(),
+            files=files,
+            comparable=job.incomparable is None,
+            comparable_reason=job.incomparable,
+            torch=str(torch.__version__),
+        )
+        if self.target.durable:
+            contract.fsync_directory(self.target.save_dir)
+        name = os.path.join(job.path, contract.COMMITTED)
+        marker.write(name, durable=self.target.durable)
+        upload_s = time.monotonic() - job.begun
+        with open(name, "rb") as file:
+            crc = crc32c_bytes(file.read())
+        total = sum(each.size for each in files)
+        return {"sequence": marker.sequence, "marker_crc32c": crc, "bytes": total, "upload_s": upload_s}
+
+    def _fail(self, job: _Job, problem: Problem, *, stall_s: float, left: bool) -> None:
+        self.outcome = Outcome(step=job.position.step, path=job.path, committed=False, **problem)
+        if self._ranks.rank == 0:
+            self._report.write(
+                Report.SAVE_FAILED,
+                step=job.position.step,
+                path=job.path,
+                tier=self.target.tier,
+                stall_s=stall_s,
+                left=left,
+                **problem,
+            )
+
+
+def check_plan(metadata: Metadata, sizes: dict[str, int]) -> None:
+    """Raise ValueError unless every planned chunk of every tensor lies inside a file of `sizes` (bytes by name)."""
+    stored = metadata.storage_data or {}
+    for key, planned in metadata.state_dict_metadata.items():
+        if not isinstance(planned, TensorStorageMetadata):
+            raise ValueError(f"{key} was planned as something else than a tensor")  # noqa: TRY004  not a caller's fault
+        for chunk in planned.chunks:
+            place = stored.get(MetadataIndex(key, chunk.offsets))
+            if place is None:
+                raise ValueError(f"{key} at {list(chunk.offsets)} was planned and not written")
+            size = sizes.get(place.relative_path, -1)
+            if size < place.offset + place.length:
+                raise ValueError(
+                    f"{place.relative_path} has {size} bytes, {key} should end at byte {place.offset + place.length}",
+                )
+
+
+_SHOWN: Final = 500
+
+
+def _problem(error: BaseException) -> Problem:
+    text = str(error)
+    if isinstance(error, CheckpointException):
+        text = "; ".join(f"rank {rank}: {_text(each[0])}" for rank, each in error.failures.items())
+    elif not isinstance(error, OSError):
+        text = _text(error)
+    return {"error": text[:_SHOWN], "errno": _errno(error)}
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def _errno(error: BaseException | None) -> int | None:
+    """The number of the first OSError behind an exception."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        if isinstance(error, CheckpointException):
+            found = (_errno(each[0]) for each in error.failures.values())
+            return next((number for number in found if number is not None), None)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _first_problem(told: list[dict[str, Any]]) -> Problem | None:
+    """The problem to report: one with a number tells most, and the ranks that only heard of it come after."""
+    problems = [each["problem"] | {"rank": rank} for rank, each in enumerate(told) if each["problem"] is not None]
+    if not problems:
+        return None
+    chosen = next((each for each in problems if each["errno"] is not None), problems[0])
+    rank = chosen.pop("rank")
+    return chosen if len(told) == 1 else chosen | {"error": f"rank {rank}: {chosen['error']}"}
+
+
+def _remove(path: str) -> bool:
+    """Remove a partial checkpoint, its marker first. Returns whether it is gone."""
+    contract.unlink_quietly(os.path.join(path, contract.COMMITTED))
+    shutil.rmtree(path, ignore_errors=True)
+    return not os.path.lexists(path)

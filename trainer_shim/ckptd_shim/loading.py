@@ -1,0 +1,252 @@
+"""Which checkpoint is resumed from, and how does it get back into the script?
+
+Under ckptd the daemon's choice is the only one that is accepted, and its bytes have just been verified. Alone, the
+shim takes the newest committed checkpoint that it can verify. `.metadata` is a pickle: it is read by an unpickler that
+knows torch's own descriptions of tensors and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+
+from ckptd_shim import contract, extras
+from ckptd_shim.digest import check_sizes, committed_paths, crc32c_bytes, read_marker, verify_checkpoint
+from ckptd_shim.errors import CheckpointError, CheckpointMismatch
+from ckptd_shim.extras import dtype_name
+from ckptd_shim.state import Position
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptd_shim.contract import Marker
+    from ckptd_shim.ranks import Ranks
+    from ckptd_shim.state import TrainState
+
+_ADMITTED: Final = frozenset({
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+})  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What was resumed from."""
+
+    path: str
+    marker: Marker
+    position: Position
+    incomparable: str | None
+    """Why checkpoints from here on cannot be compared with those of an uninterrupted run; None: they can."""
+
+
+def newest(directory: str) -> tuple[str, Marker] | None:
+    """The newest committed checkpoint below `directory` that is whole; None where nothing was ever committed.
+
+    Raises:
+        CheckpointError: there are commits, and none of them can be read, or they are of several runs.
+    """
+    markers: list[tuple[Marker, str]] = []
+    problems: list[str] = []
+    for path in committed_paths(directory):
+        try:
+            markers.append((read_marker(path), path))
+        except CheckpointError as error:
+            problems.append(str(error))
+    runs = sorted({marker.run_id for marker, _ in markers})
+    if len(runs) > 1:
+        raise CheckpointError(
+            f"{directory} holds checkpoints of {len(runs)} runs ({', '.join(runs)}): move all but one run's away"
+        )
+    for marker, path in sorted(markers, key=lambda each: each[0].sequence, reverse=True):
+        try:
+            return path, verify_checkpoint(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            print(
+                f"ckptd: {error}; trying the checkpoint before it (not step {marker.step})", file=sys.stderr, flush=True
+            )
+    if problems:
+        raise CheckpointError(
+            f"{directory} holds {len(problems)} committed checkpoints, and none of them can be read: {'; '.join(problems)}"
+        )
+    return None
+
+
+def load(  # noqa: D417
+    path: str, *, state: TrainState, ranks: Ranks, seed: int, marker_crc32c: str | None = None
+) -> Loaded:
+    """Put the checkpoint at `path` back into `state`. A collective: it succeeds on every rank, or on none.
+
+    Args:
+        marker_crc32c: refuse a directory whose `COMMITTED` has another CRC-32C.
+
+    Raises:
+        CheckpointMismatch: it was saved by a script that differs from this one. Nothing is touched.
+        CheckpointError: it cannot be read, or is not the one that was chosen.
+    """
+    problem: Exception | None = None
+    plan = None
+    try:
+        plan = _check(path, state=state, ranks=ranks, seed=seed, marker_crc32c=marker_crc32c)
+    except Exception as error:
+        problem = error
+    _agree(ranks, problem, path)
+    assert plan is not None
+    marker, tree, tensors, metadata = plan
+    same_world = marker.world_size == ranks.size
+    try:
+        if tensors:
+            load_tensors(
+                tensors,
+                storage_reader=_Reader(path, metadata),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+        state.restore(tree, tensors, rank=ranks.rank, same_world=same_world)
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        problem = CheckpointError(f"{path} could not be put back: {type(error).__name__}: {error}")
+        problem.__cause__ = error
+    _agree(ranks, problem, path)
+    return Loaded(
+        path=path,
+        marker=marker,
+        position=Position(**tree["shared"]["position"]),
+        incomparable=_incomparable(tree["shared"]["incomparable"], marker, ranks.size),
+    )
+
+
+def _check(
+    path: str, *, state: TrainState, ranks: Ranks, seed: int, marker_crc32c: str | None
+) -> tuple[Marker, dict[str, Any], dict[str, torch.Tensor], Metadata]:
+    """Everything that can be known to be wrong before anything is touched."""
+    marker = read_marker(path, marker_crc32c)
+    check_sizes(path, marker)
+    same_world = marker.world_size == ranks.size
+    tree = extras.read(os.path.join(path, contract.extras_name(ranks.rank if same_world else 0)))
+    if (
+        not isinstance(tree, dict)
+        or tree.keys() < {"shared", "rank"}
+        or tree["shared"]["position"]["step"] != marker.step
+    ):
+        raise CheckpointError(f"{path}: the extras are not those of step {marker.step}")
+    differences = state.differences(tree, seed=seed, same_world=same_world)
+    if differences:
+        raise CheckpointMismatch(path, differences)
+    metadata = read_metadata(path, marker)
+    tensors = state.destinations(tree)
+    for key, tensor in tensors.items():
+        saved = metadata.state_dict_metadata.get(key)
+        if not isinstance(saved, TensorStorageMetadata):
+            raise CheckpointError(f"{path}: {contract.DCP_METADATA} does not list {key}")
+        if saved.size != tensor.shape or saved.properties.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{path}: {contract.DCP_METADATA} has {key} as {dtype_name(saved.properties.dtype)}{list(saved.size)}, "
+                f"the extras as {dtype_name(tensor.dtype)}{list(tensor.shape)}",
+            )
+    return marker, tree, tensors, metadata
+
+
+def _agree(ranks: Ranks, problem: Exception | None, path: str) -> None:
+    """Raise on every rank if any has a problem: its own where it has one."""
+    told = ranks.exchange({"problem": None if problem is None else str(problem)})
+    if problem is not None:
+        raise problem
+    for rank, each in enumerate(told):
+        if each["problem"] is not None:
+            raise CheckpointError(f"{path}: rank {rank} cannot resume: {each['problem']}")
+
+
+def _incomparable(before: str | None, marker: Marker, world_size: int) -> str | None:
+    if before is None and marker.world_size != world_size:
+        return f"world size changed from {marker.world_size} to {world_size} at step {marker.step}"
+    return before
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ADMITTED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a description of tensors")
+
+
+def read_metadata(path: str, marker: Marker) -> Metadata:
+    """Read `.metadata` of the checkpoint at `path`.
+
+    Raises:
+        CheckpointError: it cannot be read, holds anything but descriptions of tensors, or points outside `marker`.
+    """
+    name = os.path.join(path, contract.DCP_METADATA)
+    try:
+        with open(name, "rb") as file:
+            metadata = _Unpickler(file).load()
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise CheckpointError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+    listed = {each.name for each in marker.files}
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError(f"{name} is no description of a checkpoint")
+    for place in metadata.storage_data.values():
+        if place.relative_path not in listed:
+            raise CheckpointError(f"{name} points to {place.relative_path!r}, which was not committed")
+    return metadata
+
+
+class _Reader(FileSystemReader):
+    """Reads with the metadata that was checked, and no other pickle: tensors are read by torch with weights_only."""
+
+    def __init__(self, path: str, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+def agree_on(ranks: Ranks, directory: str) -> tuple[str, str, Mapping[str, Any]] | None:
+    """Rank 0's `newest`, told to all: (path, CRC-32C of its marker, {sequence, run_id}); None: nothing to resume.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 found commits of which none can be read.
+    """
+    mine: dict[str, Any] = {}
+    if ranks.rank == 0:
+        try:
+            if (found := newest(directory)) is not None:
+                path, marker = found
+                with open(os.path.join(path, contract.COMMITTED), "rb") as file:
+                    crc = crc32c_bytes(file.read())
+                mine = {"path": path, "crc": crc, "sequence": marker.sequence, "run_id": marker.run_id}
+        except (CheckpointError, OSError) as error:
+            mine = {"error": str(error)}
+    told = ranks.exchange(mine)[0]
+    if "error" in told:
+        raise CheckpointError(told["error"])
+    return (told["path"], told["crc"], told) if told else None

@@ -1,0 +1,491 @@
+"""What does a training script need of ckptd?
+
+`TrainerShim`: resume, one call a step, close. Under ckptd (`CKPTD_LAUNCH` is set) it is told where to resume from, when
+to save and when to stop; alone it does the same with a directory and an interval of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import math
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from ckptd_shim import contract, loading
+from ckptd_shim.checkpoint import Saver, Target
+from ckptd_shim.contract import LaunchContext, Phase, Report
+from ckptd_shim.errors import CheckpointError
+from ckptd_shim.extras import dump
+from ckptd_shim.pulse import PulseWriter, ReportWriter
+from ckptd_shim.ranks import Ranks
+from ckptd_shim.sampler import accumulation_steps
+from ckptd_shim.schedule import Schedule
+from ckptd_shim.state import Position, TrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+_AGREEMENT_TIMEOUT: Final = timedelta(minutes=30)
+"""How far apart ranks may come to an agreed step; a hang is noticed by the heartbeat, long before."""
+_SAVER_TIMEOUT: Final = timedelta(hours=2)
+"""How long ranks that have written wait for those that have more to write."""
+_EXIT_WAIT_S: Final = 10.0
+"""How long a script that ended without `close` waits for a save in flight."""
+_SMOOTHING: Final = 0.1
+
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class TrainerShim:
+    """Saves and resumes a training script. Every rank makes one, with the same arguments, after the model is wrapped.
+
+    Args:
+        model: a module, or a list or dict of them: bare, compiled, under DDP, or sharded by `fully_shard`.
+        optimizer: an optimizer or a list of them.
+        scheduler: a learning-rate scheduler or a list of them.
+        scaler: a GradScaler.
+        dataloader: the training loader; a GlobalSampler in it is put at the right sample on resume.
+        extra: whatever else has state_dict and load_state_dict, by name.
+        seed: what random numbers begin from where the world size has changed.
+        directory: where checkpoints go when ckptd did not start this script; under ckptd it is ignored.
+        interval: seconds, a duration such as "10m", or {"steps": 500}; without ckptd only.
+        global_batch: samples of one optimizer step over all ranks, where neither job.yaml nor a sampler says.
+
+    Raises:
+        TypeError, ValueError: an argument that makes no sense, named in the message.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        dataloader: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        directory: str | os.PathLike[str] | None = None,
+        interval: float | str | Mapping[str, int] | None = None,
+        global_batch: int | None = None,
+    ) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seed should be an int, is {seed!r}")
+        interval_s, interval_steps = parse_interval(interval)
+        path = os.environ.get(contract.ENV_LAUNCH)
+        self._launch = LaunchContext.read(path) if path else None
+        if self._launch is None and interval is not None and directory is None:
+            raise ValueError("interval= is given without directory=: nothing could be saved")
+        self._state = TrainState(
+            model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra
+        )
+        self._directory = None if directory is None else os.fspath(directory)
+        self._seed = seed
+        self.rank, self.world_size = 0, 1
+        agreement = saving = None
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            # Two, and private: one for this thread, one for the saver's, so that neither can disturb the other.
+            agreement = dist.new_group(backend="gloo", timeout=_AGREEMENT_TIMEOUT)
+            saving = dist.new_group(backend="gloo", timeout=_SAVER_TIMEOUT)
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                "WORLD_SIZE is above 1: call torch.distributed.init_process_group before making TrainerShim"
+            )
+        self._agreement = Ranks(agreement)
+        self._saving = Ranks(saving)
+
+        self.global_step = 0
+        self.samples_seen = 0
+        self.stopping = False
+        self.resumed_from: str | None = None
+        self._global_batch = self._find_global_batch(global_batch)
+        self._incomparable: str | None = None
+        self._saver: Saver | None = None
+        self._resumed = self._closed = False
+        self._begun_step: int | None = None  # of the newest save that was begun
+        self._first_step: int | None = None
+        self._step_s: float | None = None
+        self._last_beat = 0.0
+        self._loss: float | None = None
+        self._loss_copy: torch.Tensor | None = None
+        self._loss_ready: Any = None
+        self._sigterm: _Sigterm | None = None
+
+        launch = self._launch
+        self._pulse = PulseWriter(
+            None if launch is None else os.path.join(launch.attempt_dir, contract.pulse_name(self.rank))
+        )
+        self._report = ReportWriter(
+            os.path.join(launch.attempt_dir, contract.REPORT_FILE) if launch is not None and self.rank == 0 else None
+        )
+        self._pulse.phase(Phase.INIT)
+        self._schedule = Schedule(
+            rank=self.rank,
+            world_size=self.world_size,
+            group=agreement,
+            attempt=0 if launch is None else launch.attempt,
+            control_path=None if launch is None else launch.control_path,
+            interval_s=interval_s if launch is None else launch.interval_s,
+            interval_steps=interval_steps if launch is None else launch.interval_steps,
+            on_ignored=self._ignored,
+        )
+        self._state.seed_loader(seed, 0, self.rank)
+        self._sigterm = _Sigterm.install()
+        # Weakly: a shim that the script has dropped need not live until the end.
+        self._at_exit = functools.partial(_leave, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    # --- what the script reads --------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that training is in, from 0; 0 without a GlobalSampler."""
+        epoch_of = getattr(self._state.sampler, "epoch_of", None)
+        return 0 if epoch_of is None else int(epoch_of(self.samples_seen))
+
+    @property
+    def accumulation_steps(self) -> int:
+        """In how many micro-batches a rank takes its share of the global batch; 1 where no micro-batch is given."""
+        own = getattr(self._state.sampler, "accumulation_steps", None)
+        if own is not None:
+            return int(own)
+        micro = None if self._launch is None else self._launch.micro_batch
+        if self._global_batch is None or micro is None:
+            return 1
+        return accumulation_steps(self._global_batch, self.world_size, micro)
+
+    # --- resuming ---------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Put back the newest committed checkpoint; where nothing was ever committed, this is a fresh start.
+
+        Raises:
+            CheckpointMismatch: the checkpoint was saved by a script that differs from this one. Nothing is touched.
+            CheckpointError: there is a checkpoint and it cannot be put back.
+            TypeError: the state holds something that no checkpoint could.
+        """
+        if self._resumed:
+            raise RuntimeError("resume() was called before")
+        begun = time.monotonic()
+        self._report.write(Report.INITIALISED, world_size=self.world_size)
+        self._pulse.phase(Phase.RESTORE)
+        loaded = self._load()
+        if loaded is not None:
+            self.global_step, self.samples_seen = loaded.position.step, loaded.position.samples
+            self.resumed_from = loaded.path
+            self._incomparable = loaded.incomparable
+            before = loaded.position.global_batch
+            if self._incomparable is None and before != self._global_batch:
+                self._incomparable = (
+                    f"global batch changed from {before} to {self._global_batch} at step {self.global_step}"
+                )
+            self._begun_step = self.global_step
+        steps = {each["step"] for each in self._agreement.exchange({"step": self.global_step})}
+        if len(steps) > 1:
+            raise CheckpointError(f"the ranks resumed at different steps: {sorted(steps)}")
+        if self._saver is not None:
+            # What cannot be saved is better known now than at the first save.
+            dump(self._capture().tree)
+        self._resumed = True
+        self._first_step = self.global_step + 1
+        self._schedule.start(self.global_step)
+        self._pulse.beat(self.global_step, self.samples_seen)
+        self._pulse.phase(Phase.FIRST_STEP)
+        self._report.write(
+            Report.RESTORED,
+            step=self.global_step,
+            samples=self.samples_seen,
+            seconds=time.monotonic() - begun,
+            path=self.resumed_from,
+        )
+        self._last_beat = time.monotonic()
+
+    def _load(self) -> loading.Loaded | None:
+        """Make the saver, and restore what there is."""
+        launch = self._launch
+        chosen: tuple[str, str] | None = None
+        if launch is not None:
+            target = Target(
+                save_dir=launch.save_dir,
+                run_id=launch.run_id,
+                attempt=launch.attempt,
+                tier=launch.tier,
+                durable=launch.durable_writes,
+            )
+            sequence = launch.commit_sequence
+            if launch.resume is not None:
+                chosen = launch.resume.path, launch.resume.marker_crc32c
+        elif self._directory is not None:
+            found = loading.agree_on(self._saving, self._directory)
+            mine = {"run_id": uuid.uuid4().hex, "attempt": _next_attempt(self._directory)} if self.rank == 0 else {}
+            told = self._saving.exchange(mine)[0]
+            run_id, sequence = told["run_id"], 0
+            if found is not None:
+                chosen = found[0], found[1]
+                run_id, sequence = found[2]["run_id"], found[2]["sequence"]
+            target = Target(save_dir=self._directory, run_id=run_id, attempt=told["attempt"], tier="")
+        else:
+            if self.rank == 0:
+                print(
+                    "ckptd: neither started by ckptd nor given a directory=: nothing is saved",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return None
+        loaded = None
+        if chosen is not None:
+            path, crc = chosen
+            loaded = loading.load(path, state=self._state, ranks=self._saving, seed=self._seed, marker_crc32c=crc)
+            sequence = max(sequence, loaded.marker.sequence)
+        self._saver = Saver(target=target, ranks=self._saving, sequence=sequence, report=self._report)
+        return loaded
+
+    # --- stepping ---------------------------------------------------------------------------------------------------
+
+    def step(self, loss: float | torch.Tensor | None = None, *, samples: int | None = None) -> bool:
+        """Say that one optimizer step is complete. True: the run is asked to stop, and all is saved.
+
+        A collective about once a second; between those it costs microseconds.
+
+        Args:
+            loss: of this step, for the record. A tensor is looked at only now and then.
+            samples: global samples of this step, where no global batch is known.
+        """
+        if not self._resumed:
+            raise RuntimeError("call resume() before the first step()")
+        now = time.monotonic()
+        step = self.global_step = self.global_step + 1
+        self.samples_seen += (self._global_batch or 0) if samples is None else samples
+        if type(loss) is float:
+            self._loss = loss
+        if self._first_step is None:
+            took = now - self._last_beat
+            self._step_s = took if self._step_s is None else self._step_s + _SMOOTHING * (took - self._step_s)
+        self._last_beat = now
+        self._pulse.beat(step, self.samples_seen, self._loss, self._step_s)
+        if not self._schedule.due(step):
+            return self.stopping
+        return self._agree(step, loss)
+
+    def _agree(self, step: int, loss: float | torch.Tensor | None) -> bool:
+        self._look_at(loss)
+        if step == self._first_step:
+            self._first_step = None
+            self._report.write(Report.FIRST_STEP, step=step)
+            self._pulse.phase(Phase.STEP)
+            if self._saver is not None:
+                # Only now do optimizers have all of their state.
+                self._saver.prepare(self._capture())
+        wants = self._sigterm is not None and self._sigterm.asked
+        agreed = self._schedule.agree(step, step_s=self._step_s, want_stop=wants)
+        if agreed.save:
+            self._save(step)
+            self._schedule.saved(step)
+        if agreed.stop:
+            self._drain()
+            self.stopping = True
+            self._report.write(Report.STOPPING, step=step)
+        self._last_beat = time.monotonic()
+        return self.stopping
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say that the script does something else than training steps meanwhile, such as "eval": no hang."""
+        try:
+            phase = Phase[name.upper()]
+        except KeyError:
+            raise ValueError(f"{name!r} is no phase: use one of {', '.join(p.name.lower() for p in Phase)}") from None
+        begun = time.monotonic()
+        self._pulse.phase(phase)
+        try:
+            yield
+        finally:
+            self._pulse.phase(Phase.STEP if self._first_step is None else Phase.FIRST_STEP)
+            self._last_beat += time.monotonic() - begun
+
+    def close(self) -> None:
+        """Save what is not saved yet, wait until it is committed, and report the end. May be called again.
+
+        Raises:
+            CheckpointError: the last save failed, though nobody asked for a stop: work is lost.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        outcome = None
+        try:
+            if self._saver is not None and self._resumed:
+                self._drain()
+                if self.global_step not in (self._saver.committed_step, self._resumed_step()):
+                    self._begun_step = None
+                    self._save(self.global_step)
+                    self._drain()
+                outcome = self._saver.outcome
+                self._saver.close()
+            failed = outcome is not None and not outcome.committed
+            if failed and not self.stopping:
+                assert outcome is not None
+                raise CheckpointError(f"the last save, of step {outcome.step}, failed: {outcome.error}")
+            self._report.write(
+                Report.FINISHED,
+                step=self.global_step,
+                samples=self.samples_seen,
+                stopping=self.stopping,
+                saved=not failed,
+            )
+        finally:
+            self._pulse.phase(Phase.END)
+            self._pulse.close()
+            self._report.close()
+            if self._sigterm is not None:
+                self._sigterm.remove()
+            atexit.unregister(self._at_exit)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _resumed_step(self) -> int | None:
+        """The step that needs no save because it was resumed from; step 0 needs none either."""
+        return self.global_step if self._first_step == self.global_step + 1 else None
+
+    def _find_global_batch(self, given: int | None) -> int | None:
+        told = {
+            "job.yaml": None if self._launch is None else self._launch.global_batch,
+            "the sampler": getattr(self._state.sampler, "global_batch", None),
+            "global_batch=": given,
+        }
+        known = {name: value for name, value in told.items() if value is not None}
+        if len(set(known.values())) > 1:
+            raise ValueError(
+                f"the global batch is {', '.join(f'{v} by {k}' for k, v in known.items())}: make them equal"
+            )
+        return next(iter(known.values()), None)
+
+    def _position(self) -> Position:
+        return Position(
+            step=self.global_step,
+            samples=self.samples_seen,
+            epoch=self.epoch,
+            seed=self._seed,
+            global_batch=self._global_batch,
+        )
+
+    def _capture(self) -> Any:
+        return self._state.capture(self._position(), world_size=self.world_size, incomparable=self._incomparable)
+
+    def _save(self, step: int) -> None:
+        if self._saver is None or step == self._begun_step:
+            return
+        self._begun_step = step
+        self._pulse.phase(Phase.SAVE)
+        loss = self._loss if self._loss is not None and math.isfinite(self._loss) else None
+        self._saver.save(self._capture, position=self._position(), loss=loss)
+        self._pulse.phase(Phase.STEP)
+
+    def _drain(self) -> None:
+        if self._saver is not None:
+            self._pulse.phase(Phase.SAVE)
+            self._saver.wait()
+            self._pulse.phase(Phase.STEP)
+
+    def _look_at(self, loss: float | torch.Tensor | None) -> None:
+        """Take the loss out of a tensor without making a GPU wait: its copy is read at a later agreement."""
+        if self._loss_copy is not None and self._loss_ready.query():
+            self._loss, self._loss_copy = float(self._loss_copy), None
+        if loss is None:
+            return
+        if not isinstance(loss, torch.Tensor):
+            self._loss = float(loss)
+        elif not loss.is_cuda:
+            self._loss = float(loss.detach())
+        elif self._loss_copy is None:
+            self._loss_copy = torch.empty((), dtype=torch.float64, pin_memory=True)
+            self._loss_copy.copy_(loss.detach().double().reshape(()), non_blocking=True)
+            self._loss_ready = torch.cuda.Event()
+            self._loss_ready.record(torch.cuda.current_stream(loss.device))
+
+    def _ignored(self, why: str) -> None:
+        self._report.write(Report.CONTROL_IGNORED, why=why)
+
+
+def parse_interval(interval: float | str | Mapping[str, int] | None) -> tuple[float | None, int | None]:
+    """(seconds, steps) of `interval=`, at most one of which is not None. Raises ValueError or TypeError."""
+    if interval is None:
+        return None, None
+    if isinstance(interval, int | float) and not isinstance(interval, bool):
+        seconds: float | None = float(interval)
+    elif isinstance(interval, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*", interval)
+        seconds = float(match[1]) * _UNITS[match[2]] if match else None
+    elif isinstance(interval, Mapping) and set(interval) == {"steps"}:
+        steps = interval["steps"]
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"interval={interval!r}: steps should be 1 or more")
+        return None, steps
+    else:
+        raise TypeError(f'interval={interval!r} should be seconds, a duration such as "10m", or {{"steps": 500}}')
+    if seconds is None or not math.isfinite(seconds) or seconds <= 0:
+        raise ValueError(f'interval={interval!r} should be a positive duration such as "30s", "10m" or "2h"')
+    return seconds, None
+
+
+def _next_attempt(directory: str) -> int:
+    """A number above that of every attempt that has left a directory here, so that none is written twice."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return 1
+    return 1 + max((parsed[1] for name in names if (parsed := contract.parse_checkpoint_dirname(name))), default=0)
+
+
+def _leave(reference: weakref.ref[TrainerShim]) -> None:
+    """The script ends without `close`: give a save in flight a moment, and no more."""
+    shim = reference()
+    if shim is not None and shim._saver is not None:
+        with contextlib.suppress(Exception):
+            shim._saver.wait(_EXIT_WAIT_S)
+
+
+class _Sigterm:
+    """Turns SIGTERM into a wish to stop at the next agreed step, where the script has no handler of its own."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._pid = os.getpid()
+
+    @classmethod
+    def install(cls) -> _Sigterm | None:
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        ):
+            return None
+        handler = cls()
+        signal.signal(signal.SIGTERM, handler)
+        return handler
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A forked child, a loader's worker perhaps: it must die of the signal as ever.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.asked = True
+
+    def remove(self) -> None:
+        if signal.getsignal(signal.SIGTERM) is self and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

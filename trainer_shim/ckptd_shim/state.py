@@ -1,0 +1,479 @@
+"""What must an exact resume restore, and in which order?
+
+Captured are two things. `Snapshot.tensors` holds the model's and the optimizers' tensors and the DTensors of `extra`,
+under keys that do not depend on how the model is wrapped or sharded: torch's distributed checkpoint writes them, and can
+read them on another number of ranks. `Snapshot.tree` holds the rest: schedulers, scaler, `extra`, counters, and what
+belongs to one rank alone: the states of its random generators and of its loader.
+
+Put back in this order: model and optimizers, then schedulers (their constructors overwrote the learning rates), scaler,
+`extra`, loader, and the random generators last, because everything before may draw from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptd_shim.optim_state import NamedOptimizer, Names, Schema, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+"""Attribute names that torch.compile and activation checkpointing put into a parameter's name."""
+_EXTRA_STATE = "_extra_state"
+_ORDER = ("dataset_size", "global_batch", "seed", "shuffle", "drop_last")
+"""What the order of a GlobalSampler depends on, beside the position."""
+_KINDS = {
+    None: "no loader with a position",
+    "position": "a GlobalSampler",
+    "sampler": "the sampler's own state",
+    "loader": "the loader's own state",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """References to the live state, not copies."""
+
+    tensors: dict[str, torch.Tensor]
+    tree: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where training stands: the counters that the shim keeps."""
+
+    step: int
+    samples: int
+    epoch: int
+    seed: int
+    global_batch: int | None
+
+
+class TrainState:
+    """Everything that the script handed to the shim, by role.
+
+    Args:
+        model: a module, or a list or a dict of modules.
+        optimizer: an optimizer, or a list of them.
+        scheduler: an object with state_dict and load_state_dict, or a list of them.
+        scaler: an object with state_dict and load_state_dict, such as a GradScaler.
+        dataloader: a loader. A GlobalSampler in it is put where the counters say; of any other sampler the state is kept,
+            else the loader's own, if it has one (torchdata's StatefulDataLoader).
+        extra: more objects with state_dict and load_state_dict, by name.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be checkpointed, named in the message.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        dataloader: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.models = _modules(model)
+        names: Names = {}
+        for prefix, module in self.models.items():
+            if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+                raise TypeError(
+                    f"model {prefix or 'given'} uses FullyShardedDataParallel: shard it by fully_shard instead"
+                )
+            for name, param in module.named_parameters():
+                names.setdefault(param, prefix + canonical_name(module, name))
+        self.optimizers = [
+            NamedOptimizer(_of_type(each, torch.optim.Optimizer, f"optimizer {i}"), names, f"optim.{i}")
+            for i, each in enumerate(_listed(optimizer))
+        ]
+        self.schedulers = [_stateful(each, f"scheduler {i}") for i, each in enumerate(_listed(scheduler))]
+        self.scaler = None if scaler is None else _stateful(scaler, "scaler")
+        self.extra = {name: _stateful(each, f"extra[{name!r}]") for name, each in dict(extra or {}).items()}
+        self.dataloader = dataloader
+        self.sampler = _sampler_of(dataloader)
+        self.loader_kind = _loader_kind(dataloader, self.sampler)
+        self.devices = _cuda_devices(names)
+        self._generator = torch.Generator()
+
+    # --- capturing --------------------------------------------------------------------------------------------------
+
+    def capture(self, position: Position, *, world_size: int, incomparable: str | None) -> Snapshot:
+        """The state as it is now. Draws no random number and changes nothing.
+
+        Raises:
+            TypeError: an optimizer whose state cannot be put back.
+        """
+        tensors, model_rest = self._model_state()
+        optimizers = []
+        for each in self.optimizers:
+            own, rest = each.capture()
+            tensors.update(own)
+            optimizers.append(rest)
+        extra = {}
+        for name, each in self.extra.items():
+            extra[name], found = _split(each.state_dict(), f"extra.{name}")
+            tensors.update(found)
+        loader = self._loader_state()
+        tree = {
+            "shared": {
+                "position": vars(position),
+                "world_size": world_size,
+                "incomparable": incomparable,
+                "schema": {key: describe(tensor) for key, tensor in tensors.items()},
+                "model": model_rest,
+                "optimizers": optimizers,
+                "schedulers": [(_class(each), each.state_dict()) for each in self.schedulers],
+                "scaler": None if self.scaler is None else (_class(self.scaler), self.scaler.state_dict()),
+                "extra": extra,
+                "loader_kind": self.loader_kind,
+            },
+            "rank": {"loader": loader, "random": self._random_state()},
+        }
+        return Snapshot(tensors=tensors, tree=tree)
+
+    def _model_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors: dict[str, torch.Tensor] = {}
+        rest: dict[str, Any] = {}
+        for prefix, module in self.models.items():
+            # torch refuses a module without any state.
+            for key, value in (get_model_state_dict(module) if module.state_dict() else {}).items():
+                full = f"model.{prefix}{key}"
+                if isinstance(value, torch.Tensor) and not key.endswith(_EXTRA_STATE):
+                    tensors[full] = value
+                else:
+                    rest[full] = value
+        return tensors, rest
+
+    def _loader_state(self) -> Any:
+        if self.loader_kind == "position":
+            return {name: getattr(self.sampler, name, None) for name in _ORDER}
+        if self.loader_kind == "sampler":
+            return self.sampler.state_dict()
+        return None if self.loader_kind is None else self.dataloader.state_dict()
+
+    def _random_state(self) -> dict[str, Any]:
+        numpy = sys.modules.get("numpy")
+        return {
+            "python": random.getstate(),
+            "numpy": None if numpy is None else numpy.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": [torch.cuda.get_rng_state(device) for device in self.devices],
+        }
+
+    # --- restoring --------------------------------------------------------------------------------------------------
+
+    def differences(self, saved: Mapping[str, Any], *, seed: int, same_world: bool) -> list[str]:
+        """Why the saved tree `saved` does not fit, one line for each difference; empty if it does. Touches nothing."""
+        shared = saved["shared"]
+        tensors, rest = self._model_state()
+        lines = _compare_schemas(
+            {key: value for key, value in shared["schema"].items() if key.startswith("model.")},
+            {key: describe(tensor) for key, tensor in tensors.items()},
+        )
+        lines += _compare_keys("model", shared["model"], rest)
+        if len(shared["optimizers"]) != len(self.optimizers):
+            lines.append(f"optimizer: saved with {len(shared['optimizers'])}, now {len(self.optimizers)}")
+        else:
+            for each, then in zip(self.optimizers, shared["optimizers"], strict=True):
+                lines += each.differences(then)
+        classes, now = [name for name, _ in shared["schedulers"]], [_class(each) for each in self.schedulers]
+        if classes != now:
+            lines.append(f"scheduler: saved {_words(classes)}, now {_words(now)}")
+        scaler, own = shared["scaler"], self.scaler
+        if (scaler and scaler[0]) != (own and _class(own)):
+            lines.append(f"scaler: saved {scaler[0] if scaler else 'none'}, now {_class(own) if own else 'none'}")
+        lines += _compare_keys("extra", shared["extra"], self.extra)
+        sharded: Schema = {}
+        for name in self.extra.keys() & shared["extra"].keys():
+            found = _split(self.extra[name].state_dict(), f"extra.{name}")[1]
+            sharded.update({key: describe(tensor) for key, tensor in found.items()})
+        lines += _compare_schemas(
+            {key: value for key, value in shared["schema"].items() if key.startswith("extra.")}, sharded
+        )
+        lines += self._loader_differences(shared, saved["rank"]["loader"], same_world=same_world)
+        if shared["position"]["seed"] != seed:
+            lines.append(f"seed: saved {shared['position']['seed']}, now {seed}")
+        return lines
+
+    def _loader_differences(self, shared: Mapping[str, Any], loader: Any, *, same_world: bool) -> list[str]:
+        kind = shared["loader_kind"]
+        if kind != self.loader_kind:
+            return [f"dataloader: saved {_KINDS[kind]}, now {_KINDS[self.loader_kind]}"]
+        if kind == "position":
+            now = self._loader_state()
+            return [
+                f"sampler: saved with {key}={then!r}, now {now[key]!r}"
+                for key, then in loader.items()
+                if then != now[key]
+            ]
+        if kind is not None and not same_world:
+            line = (
+                f"dataloader: {_KINDS[kind]} belongs to one rank each of {shared['world_size']}, and the number of ranks "
+                "has changed: use GlobalSampler, or resume on as many ranks as before"
+            )
+            return [line]
+        return []
+
+    def destinations(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Tensors to read the saved ones into, by key: the model's and `extra`'s own, new ones for the optimizers."""
+        shared = saved["shared"]
+        result, _ = self._model_state()
+        for each, then in zip(self.optimizers, shared["optimizers"], strict=True):
+            result.update(each.destinations(then, shared["schema"]))
+        for name, each in self.extra.items():
+            result.update(_split(each.state_dict(), f"extra.{name}")[1])
+        return result
+
+    def restore(
+        self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, rank: int, same_world: bool
+    ) -> None:
+        """Put everything back; `tensors` are the destinations, filled.
+
+        Args:
+            saved: this rank's tree, or rank 0's when the number of ranks has changed.
+            tensors: the destinations by key.
+            rank: this rank.
+            same_world: whether `saved` is this rank's own. If not, its random generators begin anew, from the seed, the
+                step and the rank.
+        """
+        shared, own = saved["shared"], saved["rank"]
+        position = Position(**shared["position"])
+        for prefix, module in self.models.items():
+            start = f"model.{prefix}"
+            state: dict[str, Any] = {
+                key[len(start) :]: value for key, value in tensors.items() if key.startswith(start)
+            }
+            state |= {key[len(start) :]: value for key, value in shared["model"].items() if key.startswith(start)}
+            if state:
+                set_model_state_dict(module, state, options=StateDictOptions(strict=True))
+        for each, then in zip(self.optimizers, shared["optimizers"], strict=True):
+            each.restore(then, tensors)
+        for scheduler, (_, state) in zip(self.schedulers, shared["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(shared["scaler"][1])
+        for name, each in self.extra.items():
+            each.load_state_dict(_join(shared["extra"][name], tensors))
+        if self.loader_kind == "position":
+            # The sampler has run ahead of training by what the loader had prefetched; the counters have not.
+            self.sampler.set_position(position.samples)
+        elif self.loader_kind == "sampler":
+            self.sampler.load_state_dict(own["loader"])
+        elif self.loader_kind == "loader":
+            self.dataloader.load_state_dict(own["loader"])
+        self.seed_loader(position.seed, position.step, rank)
+        if same_world:
+            self._restore_random(own["random"])
+        else:
+            seed_everything(self.devices, position.seed, position.step, rank)
+
+    def seed_loader(self, seed: int, step: int, rank: int) -> None:
+        """Give a DataLoader that reads through our sampler its own generator.
+
+        Each new iterator of a DataLoader draws a number, from torch's global generator unless it has its own. A resumed
+        run makes one iterator more than an uninterrupted one, so that one draw would shift every later random number.
+        """
+        loader = self.dataloader
+        if not isinstance(loader, torch.utils.data.DataLoader) or self.loader_kind != "position":
+            return
+        if loader.generator is None:
+            loader.generator = self._generator
+        if loader.generator is self._generator:
+            self._generator.manual_seed(derive_seed("loader", seed, step, rank))
+
+    def _restore_random(self, saved: Mapping[str, Any]) -> None:
+        random.setstate(saved["python"])
+        if saved["numpy"] is not None:
+            import numpy  # noqa: ICN001  only where the saving script had it loaded
+
+            numpy.random.set_state(saved["numpy"])  # noqa: NPY002  the global generator is what scripts draw from
+        torch.set_rng_state(saved["torch"])
+        for device, state in zip(self.devices, saved["cuda"], strict=False):
+            torch.cuda.set_rng_state(state, device)
+
+
+def derive_seed(*parts: object) -> int:
+    """A seed of 63 bits from `parts`, the same in every process and version of Python."""
+    digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_everything(devices: list[torch.device], seed: int, step: int, rank: int) -> None:
+    """Begin all random generators anew, differently for each step and rank."""
+    random.seed(derive_seed("python", seed, step, rank))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(derive_seed("numpy", seed, step, rank) % 2**32)
+    torch.default_generator.manual_seed(derive_seed("torch", seed, step, rank))
+    for i, device in enumerate(devices):
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(derive_seed("cuda", i, seed, step, rank))
+
+
+def canonical_name(model: nn.Module, name: str) -> str:
+    """The name that a parameter has in the bare model, as `get_model_state_dict` gives it."""
+    parts, module = [], model
+    for part in name.split("."):
+        wrapper = part in _WRAPPERS or (isinstance(module, DistributedDataParallel) and part == "module")
+        if not wrapper:
+            parts.append(part)
+        child = getattr(module, part, None)
+        if isinstance(child, nn.Module):
+            module = child
+    return ".".join(parts)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _modules(model: Any) -> dict[str, nn.Module]:
+    """Modules by the prefix of their keys: none for a single one, else its name or index and a dot."""
+    if model is None:
+        return {}
+    if isinstance(model, nn.Module):
+        return {"": model}
+    named = model if isinstance(model, Mapping) else dict(enumerate(_listed(model)))
+    return {f"{name}.": _of_type(module, nn.Module, f"model {name!r}") for name, module in named.items()}
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def _of_type(value: Any, cls: type, what: str) -> Any:
+    if not isinstance(value, cls):
+        raise TypeError(f"{what} should be a {cls.__module__}.{cls.__qualname__}, is {value!r}")
+    return value
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _stateful(value: Any, what: str) -> Any:
+    if not _is_stateful(value):
+        raise TypeError(f"{what} should have state_dict and load_state_dict, is {value!r}")
+    return value
+
+
+def _sampler_of(dataloader: Any) -> Any:
+    for name in ("batch_sampler", "sampler"):
+        sampler = getattr(dataloader, name, None)
+        if hasattr(sampler, "set_position") or _is_stateful(sampler):
+            return sampler
+    return None
+
+
+def _loader_kind(dataloader: Any, sampler: Any) -> str | None:
+    if sampler is not None:
+        return "position" if hasattr(sampler, "set_position") else "sampler"
+    return "loader" if _is_stateful(dataloader) else None
+
+
+def _cuda_devices(names: Names) -> list[torch.device]:
+    """The CUDA devices of this rank, its current one first: states are kept in this order, not by number."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return []
+    used = {param.device.index for param in names if param.device.type == "cuda"}
+    current = torch.cuda.current_device()
+    return [torch.device("cuda", index) for index in (current, *sorted(used - {current}))]
+
+
+def _class(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _words(names: list[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+def _split(tree: Any, where: str) -> tuple[Any, dict[str, DTensor]]:
+    """(the tree with a note in place of each DTensor, the DTensors by key)."""
+    found: dict[str, DTensor] = {}
+
+    def visit(value: Any, path: str) -> Any:
+        if isinstance(value, DTensor):
+            found[path] = value
+            return {"$dtensor": path}
+        if type(value) in (list, tuple):
+            return type(value)(visit(item, f"{path}.{i}") for i, item in enumerate(value))
+        if isinstance(value, dict) and any(isinstance(leaf, DTensor) for leaf in _leaves(value)):
+            return {key: visit(item, f"{path}.{key}") for key, item in value.items()}
+        return value
+
+    return visit(tree, where), found
+
+
+def _leaves(value: Any) -> Any:
+    if isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _join(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Undo `_split`."""
+    if type(tree) is dict:
+        if tree.keys() == {"$dtensor"}:
+            return tensors[tree["$dtensor"]]
+        return {key: _join(value, tensors) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_join(item, tensors) for item in tree)
+    return tree
+
+
+def map_tensors(tree: Any, function: Callable[[str, torch.Tensor], torch.Tensor], where: str = "") -> Any:
+    """A copy of `tree` with `function(path, tensor)` in place of each tensor: containers are new, leaves are shared."""
+    if isinstance(tree, torch.Tensor):
+        return function(where, tree)
+    kind = type(tree)
+    if kind in (list, tuple):
+        return kind(map_tensors(item, function, f"{where}/{i}") for i, item in enumerate(tree))
+    if isinstance(tree, dict):
+        copy = tree.copy()
+        for key, value in tree.items():
+            copy[key] = map_tensors(value, function, f"{where}/{key}")
+        return copy
+    if kind.__name__ == "ndarray" or kind in (set, bytearray):
+        return tree.copy()
+    return tree
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def _compare_schemas(saved: Schema, now: Schema) -> list[str]:
+    lines = _compare_keys("tensor", saved, now)
+    for key in saved.keys() & now.keys():
+        for what, then, new in zip(("dtype", "shape"), saved[key][:2], now[key][:2], strict=True):
+            if then != new:
+                lines.append(f"{key}: saved with {what} {then}, now {new}")
+    return sorted(lines)
+
+
+def _compare_keys(what: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    lines = [f"{what} {key!r}: saved, but there is none of that name now" for key in saved if key not in now]
+    return lines + [f"{what} {key!r}: there now, but none of that name was saved" for key in now if key not in saved]
