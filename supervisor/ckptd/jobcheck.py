@@ -312,7 +312,7 @@ def _about_files(spec: JobSpec) -> Iterator[_Finding]:
     first = spec.command[0]
     if not os.path.isdir(workdir):
         yield _Finding(f"there is no directory {workdir}", [where])
-    elif spec.script_path is not None and first and not os.path.isfile(spec.script_path):
+    elif spec.script_path is not None and first and first[0] != "-" and not os.path.isfile(spec.script_path):
         yield _Finding(f"there is no script {spec.script_path}", [command, where])
     if not first:
         yield _Finding("begins with an empty word; it needs a script, or -m and a module", [command])
@@ -320,6 +320,8 @@ def _about_files(spec: JobSpec) -> Iterator[_Finding]:
         yield _Finding("-m needs a module after it", [command])
     elif first.startswith("-") and first != "-m":
         yield _Finding(f"begins with {shortened(first)}; it needs a script, or -m and a module", [command])
+    if spec.run_dir is not None and os.path.realpath(spec.run_dir_path) == os.path.realpath(spec.base_path):
+        yield _Finding("the run directory cannot be the one that holds job.yaml; name one of its own", [("run_dir",)])
     if spec.python is not None and shutil.which(spec.python_path) is None:
         yield _Finding(f"there is no program {spec.python_path}", [("python",)])
     for name in spec.env:

@@ -66,7 +66,8 @@ def read_number(value: Any) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     text = _bare(value)
-    if not _FLOAT.fullmatch(text) or not any(c.isdigit() for c in text) or len(text) > 40:
+    is_one = _INT.fullmatch(text) or (_FLOAT.fullmatch(text) and any(c.isdigit() for c in text.partition("e")[0]))
+    if not is_one or len(text) > 40:
         raise ValueError(f"should be a number, is {shortened(text)}")
     return float(text)
 

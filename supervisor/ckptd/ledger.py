@@ -117,6 +117,14 @@ class Ledger:
             self._insert(event)
             return True
 
+    def acknowledged(self, node: str, agent_id: str) -> int:
+        """The highest number among the events of this agent that are here; 0 for none."""
+        with self._lock, _explained(self.path):
+            row = self._db.execute(
+                "SELECT max(seq) FROM agent_seq WHERE node = ? AND agent_id = ?", (node, agent_id)
+            ).fetchone()
+        return int(row[0] or 0)
+
     def events(self, after_id: int = 0) -> Iterator[tuple[int, ev.Event]]:
         """Every event with an id above `after_id`, in order. Appending meanwhile is allowed.
 

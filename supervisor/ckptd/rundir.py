@@ -169,7 +169,8 @@ class RunDir:
             status = os.stat(self.path)
             if status.st_uid != os.geteuid():
                 raise UsageError(f"the run directory {self.path} belongs to user {status.st_uid}; name another run_dir")
-            if not self.exists() and os.listdir(self.path):
+            # A daemon that died between this and the lock left `attempts`; job.yaml may be the one written by hand.
+            if not self.exists() and set(os.listdir(self.path)) - {self.attempts_path.name}:
                 raise UsageError(
                     f"{self.path} holds files and is no run directory; name an empty or a new directory as run_dir"
                 )

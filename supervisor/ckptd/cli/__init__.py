@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "init": ("ckptd.cli._init:init", "Write a job.yaml to start from."),
+    "run": ("ckptd.cli._run:run", "Run a job until it is over."),
+    "status": ("ckptd.cli._ask:status", "Show where a run is."),
+    "events": ("ckptd.cli._history:events", "List what happened to a run."),
+    "checkpoints": ("ckptd.cli._history:checkpoints", "List the checkpoints of a run."),
+    "save": ("ckptd.cli._ask:save", "Have a run save now."),
+    "stop": ("ckptd.cli._ask:stop", "Have a run save and stop."),
     "validate": ("ckptd.cli._validate:validate", "Check a job.yaml without starting anything."),
 }
 """Name of each command: where it is (`module:attribute`), and a line for `ckptd --help`, which imports none of them."""
@@ -46,11 +52,19 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
+    # click would make a plain 1 of a broken pipe, which means that training failed.
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **extra)  # prints the help
+        except BrokenPipeError as error:
+            raise _ReaderGone from error
+
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:
-            raise _ReaderGone from error  # click would make a plain 1 of it, which means that training failed
+            raise _ReaderGone from error
 
 
 class _ReaderGone(Exception):
@@ -69,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be text in the terminal's encoding
     try:
         result = ckptd.main(args=None if argv is None else list(argv), prog_name="ckptd", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is under `>&-`
+            sys.stdout.flush()
         return int(result) if isinstance(result, int) else 0
     except click.exceptions.Exit as error:
         return error.exit_code
