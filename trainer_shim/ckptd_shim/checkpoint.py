@@ -7,8 +7,10 @@ rank goes through the same collectives whatever happens to it: an error is somet
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import queue
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.tensor import DTensor
@@ -34,7 +36,7 @@ from ckptd_shim.optim_state import describe
 from ckptd_shim.staging import Stager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator, Iterator
 
     from ckptd_shim.pulse import ReportWriter
     from ckptd_shim.ranks import Ranks
@@ -95,23 +97,50 @@ class _Planner(DefaultSavePlanner):
         return self._staged[index.fqn]
 
 
+class _Files(FileSystem):
+    """Keeps the first error of the disk: torch's writer turns it into one that has lost the number."""
+
+    error: OSError | None = None
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        files = self
+
+        class Raw(io.FileIO):
+            def write(self, data: Any) -> int:
+                try:
+                    return super().write(data) or 0
+                except OSError as error:
+                    files.error = files.error or error
+                    raise
+
+        with io.BufferedWriter(Raw(path, mode)) as stream:
+            yield stream
+
+
 class _Writer(FileSystemWriter):
-    """Remembers its own failure: what torch raises after telling all ranks has lost the number of the error."""
+    """torch's writer, which remembers why it failed: what it raises after telling all ranks is only a text."""
 
     failure: BaseException | None = None
 
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.fs = self._files = _Files()
+
     def write_data(self, plan: Any, planner: Any) -> Any:
-        try:
+        with self._remembering():
             return super().write_data(plan, planner)
-        except BaseException as error:
-            self.failure = error
-            raise
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        try:
+        with self._remembering():
             super().finish(metadata, results)
+
+    @contextlib.contextmanager
+    def _remembering(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
-            self.failure = error
+            self.failure = self._files.error or error
             raise
 
 
@@ -271,8 +300,10 @@ class Saver:
                 process_group=self._ranks.group,
                 no_dist=self._ranks.group is None,
             )
-        except BaseException as error:
-            raise (writer.failure or error) from error
+        except BaseException:
+            if writer.failure is None:
+                raise
+            raise writer.failure from None
 
     def _write_rest(self, job: _Job) -> list[FileDigest]:
         rank = self._ranks.rank
@@ -407,15 +438,20 @@ def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
-def _errno(error: BaseException | None) -> int | None:
+def _errno(error: BaseException) -> int | None:
     """The number of the first OSError behind an exception."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno is not None:
-            return error.errno
-        if isinstance(error, CheckpointException):
-            found = (_errno(each[0]) for each in error.failures.values())
-            return next((number for number in found if number is not None), None)
-        error = error.__cause__ or error.__context__
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop(0)
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, OSError) and each.errno is not None:
+            return each.errno
+        pending += [each.__cause__, each.__context__]
+        if isinstance(each, CheckpointException):
+            pending += [failure for failure, _ in each.failures.values()]
     return None
 
 

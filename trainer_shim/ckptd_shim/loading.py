@@ -124,7 +124,7 @@ def load(  # noqa: D417
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
-        state.restore(tree, tensors, rank=ranks.rank, same_world=same_world)
+        state.restore(tree, tensors, same_world=same_world)
     except BaseException as error:  # torch's CheckpointException is no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise

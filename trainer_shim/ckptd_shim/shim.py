@@ -91,9 +91,6 @@ class TrainerShim:
         self._launch = LaunchContext.read(path) if path else None
         if self._launch is None and interval is not None and directory is None:
             raise ValueError("interval= is given without directory=: nothing could be saved")
-        self._state = TrainState(
-            model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra
-        )
         self._directory = None if directory is None else os.fspath(directory)
         self._seed = seed
         self.rank, self.world_size = 0, 1
@@ -107,6 +104,10 @@ class TrainerShim:
             raise ValueError(
                 "WORLD_SIZE is above 1: call torch.distributed.init_process_group before making TrainerShim"
             )
+        self._state = TrainState(
+            model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra,
+            rank=self.rank,
+        )  # fmt: skip
         self._agreement = Ranks(agreement)
         self._saving = Ranks(saving)
 

@@ -3,7 +3,7 @@
 Captured are two things. `Snapshot.tensors` holds the model's and the optimizers' tensors and the DTensors of `extra`,
 under keys that do not depend on how the model is wrapped or sharded: torch's distributed checkpoint writes them, and can
 read them on another number of ranks. `Snapshot.tree` holds the rest: schedulers, scaler, `extra`, counters, and what
-belongs to one rank alone: the states of its random generators and of its loader.
+belongs to one rank alone: the states of its random generators and of its loader, and its modules' buffers.
 
 Put back in this order: model and optimizers, then schedulers (their constructors overwrote the learning rates), scaler,
 `extra`, loader, and the random generators last, because everything before may draw from them.
@@ -73,6 +73,7 @@ class TrainState:
         dataloader: a loader. A GlobalSampler in it is put where the counters say; of any other sampler the state is kept,
             else the loader's own, if it has one (torchdata's StatefulDataLoader).
         extra: more objects with state_dict and load_state_dict, by name.
+        rank: this rank.
 
     Raises:
         TypeError, ValueError: an argument that cannot be checkpointed, named in the message.
@@ -87,16 +88,21 @@ class TrainState:
         scaler: Any = None,
         dataloader: Any = None,
         extra: Mapping[str, Any] | None = None,
+        rank: int = 0,
     ) -> None:
+        self.rank = rank
         self.models = _modules(model)
         names: Names = {}
+        self._parameter_keys: set[str] = set()
         for prefix, module in self.models.items():
             if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
                 raise TypeError(
                     f"model {prefix or 'given'} uses FullyShardedDataParallel: shard it by fully_shard instead"
                 )
-            for name, param in module.named_parameters():
-                names.setdefault(param, prefix + canonical_name(module, name))
+            for name, param in module.named_parameters(remove_duplicate=False):
+                canonical = prefix + canonical_name(module, name)
+                names.setdefault(param, canonical)
+                self._parameter_keys.add(f"model.{canonical}")
         self.optimizers = [
             NamedOptimizer(_of_type(each, torch.optim.Optimizer, f"optimizer {i}"), names, f"optim.{i}")
             for i, each in enumerate(_listed(optimizer))
@@ -119,6 +125,7 @@ class TrainState:
             TypeError: an optimizer whose state cannot be put back.
         """
         tensors, model_rest = self._model_state()
+        buffers = {} if self.rank == 0 else self._buffers(tensors)
         optimizers = []
         for each in self.optimizers:
             own, rest = each.capture()
@@ -142,7 +149,7 @@ class TrainState:
                 "extra": extra,
                 "loader_kind": self.loader_kind,
             },
-            "rank": {"loader": loader, "random": self._random_state()},
+            "rank": {"loader": loader, "random": self._random_state(), "buffers": buffers},
         }
         return Snapshot(tensors=tensors, tree=tree)
 
@@ -158,6 +165,14 @@ class TrainState:
                 else:
                     rest[full] = value
         return tensors, rest
+
+    def _buffers(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What ranks need not hold alike, unlike parameters: the running statistics of a BatchNorm, say."""
+        return {
+            key: tensor
+            for key, tensor in tensors.items()
+            if key not in self._parameter_keys and not isinstance(tensor, DTensor)
+        }
 
     def _loader_state(self) -> Any:
         if self.loader_kind == "position":
@@ -239,20 +254,19 @@ class TrainState:
             result.update(_split(each.state_dict(), f"extra.{name}")[1])
         return result
 
-    def restore(
-        self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, rank: int, same_world: bool
-    ) -> None:
+    def restore(self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, same_world: bool) -> None:
         """Put everything back; `tensors` are the destinations, filled.
 
         Args:
             saved: this rank's tree, or rank 0's when the number of ranks has changed.
             tensors: the destinations by key.
-            rank: this rank.
             same_world: whether `saved` is this rank's own. If not, its random generators begin anew, from the seed, the
                 step and the rank.
         """
         shared, own = saved["shared"], saved["rank"]
         position = Position(**shared["position"])
+        if same_world:
+            tensors = {**tensors, **own["buffers"]}
         for prefix, module in self.models.items():
             start = f"model.{prefix}"
             state: dict[str, Any] = {
@@ -276,11 +290,11 @@ class TrainState:
             self.sampler.load_state_dict(own["loader"])
         elif self.loader_kind == "loader":
             self.dataloader.load_state_dict(own["loader"])
-        self.seed_loader(position.seed, position.step, rank)
+        self.seed_loader(position.seed, position.step, self.rank)
         if same_world:
             self._restore_random(own["random"])
         else:
-            seed_everything(self.devices, position.seed, position.step, rank)
+            seed_everything(self.devices, position.seed, position.step, self.rank)
 
     def seed_loader(self, seed: int, step: int, rank: int) -> None:
         """Give a DataLoader that reads through our sampler its own generator.

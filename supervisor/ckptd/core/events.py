@@ -51,14 +51,17 @@ class DaemonStarted(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requested(Event):
-    """Somebody asked: `save`, `stop` (save first), or `stop_now` (do not wait for a save)."""
+    """Somebody asked: `save`, `stop` (save first), `stop_now` (do not wait for a save), `relaunch` (save, then launch again)."""
 
     kind: ClassVar[str] = "requested"
-    request: Literal["save", "stop", "stop_now"] = "save"
+    request: Literal["save", "stop", "stop_now", "relaunch"] = "save"
     source: str = ""
     """`SIGTERM`, `SIGINT`, `ckptd stop`, ..."""
     exit_status: int | None = None
     """What the daemon exits with once the request is served."""
+    timeout_s: float = 600.0
+    """How long the save may take before the workers are stopped without it."""
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +117,11 @@ class InventoryReported(Event):
     chosen: Json | None = None
     rejected: list[Json] = field(default_factory=list)
     commits: int = 0
+    newest_sequence: int = 0
+    """The highest number among all markers seen, whole or not: the next commit counts on from it."""
     seconds: float = 0.0
+    problem: str = ""
+    """Why the question could not be answered at all; the daemon asks again."""
 
 
 # --- an attempt, in the order in which it lives -----------------------------------------------------------------------
@@ -231,6 +238,8 @@ class FailureDetected(Event):
     """As subprocess gives it: negative for a signal. None: not a worker's death."""
     step: int = 0
     """The last step that any rank completed."""
+    launch: bool = False
+    """No worker came to be: the launch itself failed."""
     detail: str = ""
 
 

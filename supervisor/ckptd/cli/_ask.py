@@ -1,0 +1,163 @@
+"""`ckptd status`, `stop` and `save`: what is asked of a run's daemon."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+
+from ckptd.cli import _text
+from ckptd.errors import DaemonUnreachable, ExitStatus, UsageError
+from ckptd.link import ask_daemon
+from ckptd.rundir import RunDir, find_run
+
+run_argument = click.argument("run", required=False)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+@click.command()
+@run_argument
+@json_option
+def status(run: str | None, as_json: bool) -> int:
+    """Show where RUN is (a run directory, a job.yaml, or a name; may be left out where there is one run)."""
+    document = read_status(find_run(run))
+    print(json.dumps(document, indent=2) if as_json else _readable(document))
+    return ExitStatus.FINISHED
+
+
+def read_status(run_dir: RunDir) -> dict[str, Any]:
+    """The status from the daemon, or, where none lives, from a replay of the ledger."""
+    try:
+        answer = ask_daemon(run_dir.socket_path(), {"what": "status"})
+        return dict(answer["status"])
+    except DaemonUnreachable:
+        pass
+    from ckptd import status as status_module
+    from ckptd.core import picture
+    from ckptd.ledger import Ledger
+
+    with Ledger.open(run_dir.ledger_path, readonly=True) as ledger:
+        replayed = picture.replay(event for _, event in ledger.events())
+        return status_module.document(replayed, t=ledger.last_t())
+
+
+def _readable(status: dict[str, Any]) -> str:
+    estimates = status["estimates"]
+    interval, committed, last = status["interval"], status["last_committed"], status["last_interruption"]
+    outcome = status["outcome"]
+    state = status["state"] if outcome is None else f"{outcome['outcome']}: {outcome['detail']}"
+    rows = [("run", f"{status['name']} ({status['run_id']})"), ("state", state)]
+    if status["daemon"] is None and outcome is None:
+        rows.append(("daemon", "none is running; `ckptd run` takes the run up again"))
+    rows.append(
+        (
+            "attempt",
+            f"{status['attempt']}, {status['world_size']} workers, {status['devices_healthy']} of {status['devices_known']} devices healthy",
+        )
+    )
+    loss = "" if status["loss"] is None else f", loss {status['loss']:.4f}"
+    rows.append(("step", f"{status['step']} ({status['samples_seen']} samples){loss}"))
+    if committed:
+        age = _text.seconds(max(0.0, time.time() - committed["at"]))
+        rows.append(
+            ("committed", f"step {committed['step']} on tier {committed['tier']}, {age} ago: {committed['path']}")
+        )
+    else:
+        rows.append(("committed", "nothing yet"))
+    rows.append(
+        ("interval", f"{_text.seconds(interval['seconds'])}, {interval['steps'] or '-'} steps; {interval['reason']}")
+    )
+    rows.append(
+        (
+            "M",
+            f"{_text.seconds(estimates['mtbf_s'])} (90 %: {_text.seconds(estimates['mtbf_low_s'])} to {_text.seconds(estimates['mtbf_high_s'])})",
+        )
+    )
+    rows.append(
+        (
+            "R, C, U",
+            f"{_text.seconds(estimates['restart_s'])}, {_text.seconds(estimates['stall_s'])}, {_text.seconds(estimates['upload_s'])}; a step {_text.seconds(estimates['step_s'])}",
+        )
+    )
+    rows.append(("failures", f"{status['failures']}, {status['restarts']} restarts"))
+    if last:
+        rows.append(
+            ("last", f"{last['detail']} ({last['cause']}, {last['severity']}), {last['lost_steps']} steps lost")
+        )
+    goodput = status["goodput"]
+    spent = ", ".join(
+        f"{phase.replace('_', ' ')} {_text.seconds(value)}"
+        for phase, value in sorted(goodput["seconds_by_phase"].items(), key=lambda item: -item[1])
+        if value > 0
+    )
+    rows.append(("goodput", f"{goodput['ratio']:.1%} of {_text.seconds(goodput['wall_s'])}: {spent}"))
+    rows += [(note["level"], note["what"]) for note in status["notes"]]
+    return "\n".join(f"{name:10} {text}" for name, text in rows)
+
+
+@click.command()
+@run_argument
+@json_option
+@click.option("--now", is_flag=True, help="Do not wait for a save.")
+@click.option("--wait/--no-wait", default=True, help="Return when the run is over (default), or at once.")
+def stop(run: str | None, as_json: bool, now: bool, wait: bool) -> int:
+    """Have RUN save at the next step and stop; its daemon exits with status 75."""
+    run_dir = find_run(run)
+    answer = _request(run_dir, "stop_now" if now else "stop")
+    while wait and _lives(run_dir):
+        time.sleep(0.1)
+    document = read_status(run_dir) if wait else None
+    if as_json:
+        print(json.dumps({"accepted": True, "outcome": document["outcome"] if document else None}))
+    else:
+        outcome = document["outcome"] if document else None
+        print(outcome["detail"] if outcome else answer.get("why") or "asked to save and stop")
+    return ExitStatus.FINISHED
+
+
+@click.command()
+@run_argument
+@json_option
+@click.option("--timeout", default=600.0, show_default=True, help="Seconds to wait for the commit; 0: do not wait.")
+def save(run: str | None, as_json: bool, timeout: float) -> int:
+    """Have RUN save a checkpoint at the next step, and wait until it is committed."""
+    run_dir = find_run(run)
+    before = read_status(run_dir)
+    _request(run_dir, "save")
+    deadline = time.monotonic() + timeout
+    done: dict[str, Any] | None = None
+    while time.monotonic() < deadline:
+        now = read_status(run_dir)
+        if now["saves"]["failed"] > before["saves"]["failed"]:
+            raise UsageError(f"the save failed; see `ckptd events {run_dir.path}`")
+        if now["saves"]["committed"] > before["saves"]["committed"]:
+            done = now["last_committed"]
+            break
+        if now["daemon"] is None:
+            raise DaemonUnreachable("the daemon ended before the save was committed")
+        time.sleep(0.1)
+    else:
+        if timeout > 0:
+            raise DaemonUnreachable(f"no commit within {timeout:.0f} s; the request stands")
+    if as_json:
+        print(json.dumps({"accepted": True, "committed": done}))
+    else:
+        print(f"step {done['step']} is committed: {done['path']}" if done else "asked for a save")
+    return ExitStatus.FINISHED
+
+
+def _request(run_dir: RunDir, what: str) -> dict[str, Any]:
+    answer = ask_daemon(run_dir.socket_path(), {"what": what, "source": f"ckptd {what.partition('_')[0]}"})
+    if answer["type"] != "accepted":
+        raise UsageError(f"refused: {answer.get('why')}")
+    return answer
+
+
+def _lives(run_dir: RunDir) -> bool:
+    try:
+        ask_daemon(run_dir.socket_path(), {"what": "ping"})
+    except DaemonUnreachable:
+        return False
+    return True

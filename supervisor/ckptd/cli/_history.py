@@ -1,0 +1,110 @@
+"""`ckptd events` and `ckptd checkpoints`: what a run has done and what it holds."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+
+from ckptd import jobspec, orders
+from ckptd.cli import _text
+from ckptd.cli._ask import json_option, run_argument
+from ckptd.core import events as ev
+from ckptd.errors import ExitStatus
+from ckptd.ledger import Ledger
+from ckptd.node import tiers
+from ckptd.rundir import find_run
+from ckptd_shim.digest import verify_checkpoint
+from ckptd_shim.errors import CheckpointError
+
+
+@click.command()
+@run_argument
+@json_option
+@click.option("-n", "--last", type=click.IntRange(min=1), help="Only the last N.")
+def events(run: str | None, as_json: bool, last: int | None) -> int:
+    """List everything that happened to RUN, oldest first."""
+    run_dir = find_run(run)
+    with Ledger.open(run_dir.ledger_path, readonly=True) as ledger:
+        found = list(ledger.events())
+    if last is not None:
+        found = found[-last:]
+    if as_json:
+        print(json.dumps([_as_json(number, event) for number, event in found], indent=1))
+        return ExitStatus.FINISHED
+    for number, event in found:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at))
+        where = "" if event.attempt is None else f" a{event.attempt}"
+        what = _text.event_line(event) or _short(event)
+        print(f"{number:6} {when} {event.t:12.3f}{where:>6} {event.kind:20} {what}")
+    return ExitStatus.FINISHED
+
+
+def _as_json(number: int, event: ev.Event) -> dict[str, Any]:
+    return {
+        "id": number, "at": event.at, "t": event.t, "attempt": event.attempt, "kind": event.kind, "node": event.node,
+        "rank": event.rank, "data": ev.data_of(event),
+    }  # fmt: skip
+
+
+def _short(event: ev.Event) -> str:
+    shown = {k: v for k, v in ev.data_of(event).items() if isinstance(v, int | float | str) and v not in ("", None)}
+    return " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in shown.items())[:160]
+
+
+@click.command()
+@run_argument
+@json_option
+@click.option("--verify", is_flag=True, help="Read every byte and compare it with what was committed.")
+def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
+    """List the checkpoints of RUN on every tier, newest commit first. With --verify status 1 if one is not whole."""
+    run_dir = find_run(run)
+    spec = jobspec.load(run_dir.job_path, check=False)
+    found: list[tiers.Found] = []
+    for tier in orders.settings(spec)["tiers"]:
+        found += tiers.scan(tiers.Tier.from_dict(tier))
+    found.sort(key=lambda f: (f.sequence, f.step), reverse=True)
+    rows = [_row(item, verify=verify) for item in found]
+    bad = [row for row in rows if row["state"] == "damaged"]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        for row in rows:
+            note = "" if row["comparable"] is not False else f"; not comparable: {row['comparable_reason']}"
+            about = f"{_text.size(row['bytes'])}, {row['world_size']} workers" if row["bytes"] is not None else "-"
+            problem = f"; {row['problem']}" if row["problem"] else ""
+            print(f"step {row['step']:<9} {row['tier']:8} {row['state']:11} {about:24} {row['path']}{note}{problem}")
+        if not rows:
+            print("no checkpoints yet")
+    return ExitStatus.FAILED if verify and bad else ExitStatus.FINISHED
+
+
+def _row(found: tiers.Found, *, verify: bool) -> dict[str, Any]:
+    marker = found.marker
+    state, problem = ("committed" if marker is not None else "partial"), found.problem
+    if problem:
+        state = "damaged"
+    elif verify and marker is not None:
+        try:
+            verify_checkpoint(found.path, found.marker_crc32c)
+            state = "verified"
+        except (CheckpointError, OSError) as error:
+            state, problem = "damaged", str(error)
+    return {
+        "step": found.step,
+        "attempt": found.attempt,
+        "tier": found.tier,
+        "path": found.path,
+        "state": state,
+        "problem": problem,
+        "sequence": marker.sequence if marker else None,
+        "created": marker.created if marker else None,
+        "bytes": sum(f.size for f in marker.files) if marker else None,
+        "samples_seen": marker.samples_seen if marker else None,
+        "loss": marker.loss if marker else None,
+        "world_size": marker.world_size if marker else None,
+        "comparable": marker.comparable if marker else None,
+        "comparable_reason": marker.comparable_reason if marker else None,
+    }

@@ -1,0 +1,184 @@
+"""`ckptd run`: supervise a job from here until it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+import uuid
+
+import click
+
+from ckptd import jobspec
+from ckptd.cli import _text
+from ckptd.core import events
+from ckptd.core.run import Status
+from ckptd.daemon import Daemon
+from ckptd.errors import ExitStatus, PortTaken
+from ckptd.launchers.local import LocalLauncher
+from ckptd.ledger import Ledger
+from ckptd.rundir import RunDir
+from ckptd.web.http import Application, WebServer
+from ckptd.web.metrics import Tally
+
+REFRESH_S = 0.5
+QUIET_REFRESH_S = 30.0
+
+
+class Terminal:
+    """What the person who typed `ckptd run` sees: a line for each thing that happens, and one that lives."""
+
+    def __init__(self) -> None:
+        self._tty = sys.stderr.isatty()
+        self._shown = ""
+        self._printed = 0.0
+        self._gone = False
+
+    def event(self, event: events.Event) -> None:
+        """Show one event."""
+        line = _text.event_line(event)
+        if line is not None:
+            self.say(f"{_text.clock(event.at)} {line}")
+
+    def say(self, text: str) -> None:
+        """Print above the living line. A terminal that was closed is no reason to stop."""
+        self._write(
+            ("\r\x1b[K" if self._tty and self._shown else "") + text + "\n" + (self._shown if self._tty else "")
+        )
+
+    def refresh(self, line: str) -> None:
+        """Renew the living line; where output is no terminal, print it now and then."""
+        if self._tty:
+            width = max(20, _columns() - 1)
+            self._shown = line[:width]
+            self._write("\r\x1b[K" + self._shown)
+        elif time.monotonic() - self._printed > QUIET_REFRESH_S:
+            self._printed = time.monotonic()
+            self._write(f"{_text.clock(time.time())} {line}\n")
+
+    def close(self) -> None:
+        """Leave the living line."""
+        if self._tty and self._shown:
+            self._shown = ""
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        if self._gone:
+            return
+        try:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            self._gone = True
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except OSError:
+        return 120
+
+
+@click.command()
+@click.argument("job", default="job.yaml", type=click.Path())
+@click.option("--take-over", is_flag=True, help="Take the run over from a daemon on another host that is surely gone.")
+def run(job: str, take_over: bool) -> int:
+    """Run the job described by JOB (default: job.yaml) until it is over; started again, it goes on where it was."""
+    spec = jobspec.load(job)
+    run_dir = RunDir(spec.run_dir_path)
+    run_dir.create()
+    with run_dir.acquire_lock(take_over=take_over), Ledger.open(run_dir.ledger_path) as ledger:
+        return _supervise(spec, run_dir, ledger)
+
+
+def _supervise(spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger) -> int:
+    terminal = Terminal()
+    logging.basicConfig(level=logging.WARNING, handlers=[_TerminalLog(terminal)])
+    tally = Tally()
+    run_id = ""
+    for _, event in ledger.events():
+        tally.apply(event)
+        if isinstance(event, events.DaemonStarted):
+            run_id = str(event.policy.get("run_id", "")) or run_id
+    run_id = run_id or uuid.uuid4().hex[:12]
+    run_dir.freeze_job(spec.frozen_text())
+    devices = spec.cluster.devices_per_node
+    socket_path = run_dir.socket_path()
+    launcher = LocalLauncher(
+        run_dir=str(run_dir.path), run_id=run_id, socket=socket_path, workdir=str(spec.workdir_path),
+        devices=None if devices == "auto" else devices,
+    )  # fmt: skip
+    daemon = Daemon(
+        spec=spec, run_dir=run_dir, run_id=run_id, ledger=ledger, launcher=launcher, socket_path=socket_path
+    )
+    state = daemon.picture.run
+    if state.status is Status.ENDED and state.outcome is not None and state.outcome.outcome == "finished":
+        print(
+            f"{spec.name}: {state.outcome.detail}; it does not train again. To train afresh give the run another name",
+            file=sys.stderr,
+        )
+        return ExitStatus.FINISHED
+    web = _web(spec, daemon, tally, terminal)
+    daemon.observers += [tally.apply, terminal.event]
+    terminal.say(f"{spec.name}: run {run_id} in {run_dir.path}" + (f", http://{web.address}/" if web else ""))
+    if ledger.warning:
+        terminal.say(f"warning: {ledger.warning}")
+    try:
+        status = asyncio.run(_run(daemon, terminal))
+    finally:
+        terminal.close()
+        if web is not None:
+            web.close()
+    _farewell(daemon, terminal)
+    return status
+
+
+def _web(spec: jobspec.JobSpec, daemon: Daemon, tally: Tally, terminal: Terminal) -> WebServer | None:
+    if spec.web.listen is None:
+        return None
+    try:
+        web = WebServer(spec.web.listen, Application(tally=tally, status=daemon.status, alive=daemon.alive))
+    except PortTaken as error:
+        if daemon.picture.run.status is Status.STARTING or daemon.picture.run.status is Status.ENDED:
+            raise
+        # A run that is under way is supervised blind rather than not at all.
+        terminal.say(f"warning: {error}; supervising without it")
+        return None
+    web.start()
+    daemon.web_address = web.address
+    return web
+
+
+async def _run(daemon: Daemon, terminal: Terminal) -> int:
+    async def refresh() -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            terminal.refresh(_text.status_line(daemon.status()))
+
+    showing = asyncio.create_task(refresh())
+    try:
+        return await daemon.run()
+    finally:
+        showing.cancel()
+
+
+def _farewell(daemon: Daemon, terminal: Terminal) -> None:
+    outcome = daemon.picture.run.outcome
+    last = daemon.picture.last_interruption
+    if outcome is not None and outcome.outcome == "failed" and last is not None and last.message:
+        where = daemon.run_dir.attempt_dir(last.attempt or daemon.picture.run.attempt)
+        terminal.say(f"--- the last error, rank {last.rank}, logs in {where} ---\n{last.message.rstrip()}\n---")
+    terminal.say(_text.summary(daemon.status()))
+
+
+class _TerminalLog(logging.Handler):
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._terminal.say(f"{_text.clock(record.created)} {record.levelname.lower()}: {record.getMessage()}")
+        if record.exc_info:
+            self._terminal.say(logging.Formatter().formatException(record.exc_info))

@@ -1,0 +1,139 @@
+"""How numbers and events read in a terminal."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ckptd.core import events
+
+
+def seconds(value: float | None) -> str:
+    """A duration with two or three digits: `85 ms`, `4.1 s`, `12 min`, `3.2 h`, `5.1 d`; `-` for None."""
+    if value is None:
+        return "-"
+    for limit, unit, size in ((1.0, "ms", 1e-3), (120.0, "s", 1.0), (7200.0, "min", 60.0), (172_800.0, "h", 3600.0)):
+        if value < limit:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 86_400:.3g} d"
+
+
+def size(value: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def clock(at: float) -> str:
+    """Wall clock of an event, local time."""
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def status_line(status: dict[str, Any]) -> str:
+    """The one line that shows a run live."""
+    estimates, interval, committed = status["estimates"], status["interval"], status["last_committed"]
+    loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
+    steps = f" ({interval['steps']} steps)" if interval["steps"] else ""
+    every = (
+        seconds(interval["seconds"]) + steps
+        if interval["seconds"]
+        else (f"{interval['steps']} steps" if interval["steps"] else "-")
+    )
+    return " | ".join(
+        (
+            f"{status['state']}",
+            f"step {status['step']}",
+            f"loss {loss}",
+            f"{status['world_size']} workers",
+            f"M {seconds(estimates['mtbf_s'])}",
+            f"R {seconds(estimates['restart_s'])}",
+            f"C {seconds(estimates['stall_s'])}",
+            f"save every {every}",
+            f"goodput {status['goodput']['ratio']:.0%}",
+            f"committed {committed['step'] if committed else '-'}",
+        )
+    )
+
+
+def event_line(event: events.Event) -> str | None:
+    """What a person should read when this happens; None: nothing."""
+    match event:
+        case events.AttemptLaunched():
+            origin = (
+                f"from step {event.resume['step']} ({event.resume['tier']})" if event.resume else "from the beginning"
+            )
+            fewer = f" of {event.devices_wanted} wanted" if event.devices_wanted > event.world_size else ""
+            return f"attempt {event.attempt}: launching {event.world_size}{fewer} workers {origin}"
+        case events.FailureDetected():
+            return f"failure: {event.detail} (step {event.step})"
+        case events.Interrupted():
+            kind = "planned" if event.planned else f"{event.cause}, severity {event.severity}"
+            lost = (
+                f"; {event.lost_steps} steps ({seconds(event.lost_seconds)}) to be trained again"
+                if event.lost_steps
+                else ""
+            )
+            return f"interruption: {event.detail} [{kind}]{lost}"
+        case events.Restarted():
+            parts = ", ".join(
+                f"{name} {seconds(value)}"
+                for name, value in (
+                    ("detect", event.detect_s),
+                    ("stop", event.stop_s),
+                    ("wait", event.wait_s),
+                    ("launch", event.launch_s),
+                    ("init", event.init_s),
+                    ("restore", event.restore_s),
+                    ("first step", event.first_step_s),
+                )
+            )
+            return f"training again after {seconds(event.total_s)} ({parts})"
+        case events.SaveFailed():
+            return f"SAVE FAILED at step {event.step} on tier {event.tier}: {event.error}; training goes on, older commits are kept"
+        case events.IntervalDecided():
+            return (
+                f"interval: {seconds(event.interval_s)} - {event.reason}"
+                if event.interval_s
+                else f"interval: {event.reason}"
+            )
+        case events.HealthReported() if event.unhealthy or event.detail:
+            return f"node {event.node}: unhealthy devices {event.unhealthy} {event.detail}".rstrip()
+        case events.AttemptEnded() if event.leftovers or event.unkillable:
+            named = ", ".join(f"{p['name']} ({p['pid']})" for p in event.leftovers)
+            stuck = ", ".join(f"{p['name']} ({p['pid']})" for p in event.unkillable)
+            left = (
+                f"attempt {event.attempt}: {len(event.leftovers)} left-over processes were ended: {named}"
+                if named
+                else ""
+            )
+            return left + (f" CANNOT BE KILLED: {stuck}" if stuck else "")
+        case events.AgentLost():
+            return f"the agent of node {event.node} is gone: {event.why}"
+        case events.Requested():
+            reason = f": {event.reason}" if event.reason else ""
+            return f"request: {event.request} ({event.source}){reason}"
+        case events.Noted():
+            return f"{event.level}: {event.what}"
+        case events.RunEnded():
+            return f"{event.outcome}: {event.detail}"
+        case _:
+            return None
+
+
+def summary(status: dict[str, Any]) -> str:
+    """Where the time went, for the end of a run."""
+    goodput = status["goodput"]
+    wall = goodput["wall_s"]
+    lines = [f"{status['name']}: {status['step']} steps in {seconds(wall)}, goodput {goodput['ratio']:.1%}"]
+    for phase, spent in sorted(goodput["seconds_by_phase"].items(), key=lambda item: -item[1]):
+        if spent > 0:
+            share = spent / wall if wall else 0.0
+            lines.append(f"  {phase.replace('_', ' '):18} {seconds(spent):>8}  {share:6.1%}  {'#' * round(40 * share)}")
+    lines.append(
+        f"  {status['failures']} failures, {status['restarts']} restarts, {status['saves']['committed']} checkpoints committed"
+        + (f", {status['saves']['failed']} saves failed" if status["saves"]["failed"] else "")
+    )
+    return "\n".join(lines)

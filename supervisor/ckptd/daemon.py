@@ -1,0 +1,515 @@
+"""The daemon: the asyncio shell round the pure core. It appends, folds, decides, and does what was decided.
+
+An event is in the ledger before anything is done about it. All state is the picture, which a replay of the ledger
+gives again; what this object keeps besides is only what it has said to whom, so that nothing is said twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ckptd import __version__, link, orders, status
+from ckptd.clock import RunClock
+from ckptd.core import events, picture
+from ckptd.core.run import LIVE, Ask, Command, Launch, Record, Status, Steer, Stop, next_deadline
+from ckptd.errors import CkptdError, ExitStatus, LedgerFull
+from ckptd.jobspec import JobSpec
+from ckptd.launchers.base import Launcher
+from ckptd.ledger import Ledger
+from ckptd.link import Channel, Message
+from ckptd.rundir import RunDir, boot_id
+from ckptd_shim import contract
+
+log = logging.getLogger(__name__)
+
+TICK_S = 1.0
+PROGRESS_INTERVAL_S = 60.0
+FIRST_PROGRESS_S = 3.0
+REDIAL_PATIENCE_S = 30.0
+"""How long a living agent may take to dial back before it counts as lost."""
+ASK_AGAIN_S = 2.0
+MAX_AGENT_STARTS = 3
+"""Agents that die before they say hello, in a row, before the run gives up."""
+EXIT_PATIENCE_S = 10.0
+MAX_RECORDS = 100
+"""Records in a row that a decision may ask for: more is a loop, which must not fill the disk."""
+
+Observer = Callable[[events.Event], None]
+
+
+@dataclass(kw_only=True)
+class Session:
+    """A connected agent."""
+
+    node: str
+    agent_id: str
+    channel: Channel
+
+
+class Daemon:
+    """Supervises one run from start to end."""
+
+    def __init__(
+        self, *, spec: JobSpec, run_dir: RunDir, run_id: str, ledger: Ledger, launcher: Launcher, socket_path: str
+    ) -> None:
+        self.spec = spec
+        self.run_dir = run_dir
+        self.run_id = run_id
+        self.picture = picture.Picture()
+        self.live: status.Live = {}
+        self.observers: list[Observer] = []
+        self._ledger = ledger
+        self._launcher = launcher
+        self._socket_path = socket_path
+        self._unwritten: deque[events.Event] = deque()
+        self._sessions: dict[str, Session] = {}
+        self._said: set[tuple[Any, ...]] = set()
+        self._control: contract.Control | None = None
+        self._steer: Steer | None = None
+        self._wake = asyncio.Event()
+        self._lost_contact: dict[str, float] = {}
+        self._starts: dict[str, int] = {}
+        self._live_mono = 0.0
+        self._progress_due = 0.0
+        self._acting = False
+        self._turned = time.monotonic()
+        self.web_address: str | None = None
+        self._replay()
+
+    # --- history and time ---
+
+    def _replay(self) -> None:
+        last: events.Event | None = None
+        anchor: events.DaemonStarted | None = None
+        for _, event in self._ledger.events():
+            self.picture = picture.apply(self.picture, event)
+            last = event
+            if isinstance(event, events.DaemonStarted):
+                anchor = event
+        self.clock = RunClock.resume(last_t=self._ledger.last_t(), last=last, anchor=anchor, boot_id=boot_id())
+
+    def happened(self, event: events.Event) -> None:
+        """Append an event of this daemon's own making, fold it, and do what it calls for."""
+        self._append(replace(event, at=event.at or time.time()))
+        self._act()
+
+    def _append(self, event: events.Event) -> None:
+        try:
+            self._flush_unwritten()
+            self._ledger.append(event)
+        except LedgerFull as error:
+            # Training does not stop because its history cannot be written: it is kept, and written when it can be.
+            if not self._unwritten:
+                log.error("%s; ckptd goes on and keeps what happens in memory", error)
+            self._unwritten.append(event)
+        self._fold(event)
+
+    def _flush_unwritten(self) -> None:
+        while self._unwritten:
+            self._ledger.append(self._unwritten[0])
+            self._unwritten.popleft()
+
+    def _fold(self, event: events.Event) -> None:
+        self.picture = picture.apply(self.picture, event)
+        if isinstance(event, events.AttemptLaunched):
+            self.live = {}
+            self._control = None
+            self._steer = None
+        for observer in self.observers:
+            observer(event)
+        if isinstance(event, events.SaveCommitted):
+            self._prune()
+        if isinstance(event, events.FirstStep):
+            self._progress_due = time.monotonic() + FIRST_PROGRESS_S
+
+    # --- the loop ---
+
+    async def run(self) -> int:
+        """Supervise until the run is over; returns the exit status."""
+        server = await link.listen(self._socket_path, self._serve)
+        os.chmod(self._socket_path, 0o600)
+        self._handle_signals()
+        try:
+            self.happened(
+                events.DaemonStarted(
+                    t=self.clock.now(), policy=self.spec.policy(self.run_id).to_dict(), pid=os.getpid(),
+                    host=socket.gethostname(), version=__version__, boot_id=boot_id(), mono=time.monotonic(),
+                )
+            )  # fmt: skip
+            await self._until_ended()
+            await self._dismiss_agents()
+        finally:
+            server.close()
+            with contextlib.suppress(OSError):
+                os.unlink(self._socket_path)
+        outcome = self.picture.run.outcome
+        assert outcome is not None
+        return outcome.exit_status
+
+    async def _until_ended(self) -> None:
+        while self.picture.run.status is not Status.ENDED:
+            deadline = next_deadline(self.picture.run)
+            wait = TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - self.clock.now()) + 0.001)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), wait)
+            self._wake.clear()
+            self._tick()
+
+    def _tick(self) -> None:
+        self._turned = time.monotonic()
+        self._mind_agents()
+        self._note_progress()
+        if self._unwritten:
+            with contextlib.suppress(LedgerFull):
+                self._flush_unwritten()
+        self._act()
+
+    def _act(self) -> None:
+        """Do what the picture calls for, until it calls for nothing more."""
+        if self._acting:
+            return
+        self._acting = True
+        try:
+            for _ in range(MAX_RECORDS):
+                if self.picture.run.status is Status.ENDED:
+                    break
+                commands = picture.decide(self.picture, self.clock.now())
+                if len(commands) == 1 and isinstance(commands[0], Record):
+                    self._append(replace(commands[0].event, at=time.time()))
+                    continue
+                self._steer = next((c for c in commands if isinstance(c, Steer)), None)
+                for command in commands:
+                    self._carry_out(command)
+                self._push_control()
+                return
+            else:
+                raise RuntimeError(f"a decision is recorded for ever: {commands[0]}")
+            self._wake.set()
+        finally:
+            self._acting = False
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Ask(node=node, what=what):
+                self._say(node, ("ask", what), {"type": "ask", "what": what})
+            case Launch(node=node, attempt=attempt):
+                order = orders.launch(self.spec, self.run_dir, self.run_id, self.picture, node)
+                self._say(node, ("launch", attempt), order)
+            case Stop(node=node, attempt=attempt, grace=grace):
+                self._say(node, ("stop", attempt), {"type": "stop", "attempt": attempt, "grace": grace})
+            case _:
+                pass
+
+    def _say(self, node: str, key: tuple[Any, ...], message: Message) -> None:
+        """Send a message once in a connection."""
+        session = self._sessions.get(node)
+        if session is None or (session.agent_id, id(session), *key) in self._said:
+            return
+        self._said.add((session.agent_id, id(session), *key))
+        session.channel.send(message)
+
+    def _forget_said(self, session: Session, key: tuple[Any, ...]) -> None:
+        self._said.discard((session.agent_id, id(session), *key))
+
+    # --- the control file ---
+
+    def _push_control(self) -> None:
+        """Have the control file say what holds now, where that changed."""
+        state = self.picture.run
+        node = orders.node_of_rank_zero(state)
+        if state.status not in LIVE or node is None or node not in self._sessions or not state.nodes[node].started:
+            return
+        decision = self.picture.decision
+        steer = self._steer
+        wanted = contract.Control(
+            seq=0,
+            attempt=state.attempt,
+            interval_s=decision.interval_s if decision else None,
+            interval_steps=decision.interval_steps if decision and decision.interval_s is None else None,
+            save_request=steer.save_request if steer else state.save_request,
+            stop_after_save=steer.stop_after_save if steer else False,
+            reason=steer.reason if steer else (decision.reason if decision else ""),
+            issued_at=0.0,
+        )
+        if self._control is not None and replace(self._control, seq=0, issued_at=0.0) == wanted:
+            return
+        # Numbers go up over restarts of the daemon, since the run's clock does.
+        seq = max((self._control.seq if self._control else 0) + 1, int(self.clock.now() * 1000))
+        self._control = replace(wanted, seq=seq, issued_at=time.time())
+        message = {
+            "type": "control",
+            "path": str(self.run_dir.control_path),
+            "document": {**self._control.__dict__},
+        }
+        self._sessions[node].channel.send(message)
+
+    # --- requests ---
+
+    def request(self, what: str, *, source: str, exit_status: int | None = None, reason: str = "") -> None:
+        """Somebody asks for `save`, `stop` or `stop_now`."""
+        self.happened(
+            events.Requested(
+                t=self.clock.now(), request=what, source=source, exit_status=exit_status, reason=reason,  # type: ignore[arg-type]
+                timeout_s=orders.drain_timeout(self.picture.estimate),
+            )
+        )  # fmt: skip
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, self._on_stop_signal, number)
+        loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
+        # A closed terminal is no reason to end days of training.
+        loop.add_signal_handler(signal.SIGHUP, lambda: log.info("SIGHUP ignored"))
+
+    def _on_stop_signal(self, number: signal.Signals) -> None:
+        if self.picture.run.request is None or self.picture.run.request.request == "relaunch":
+            self.request("stop", source=signal.Signals(number).name, exit_status=ExitStatus.REQUEUE)
+
+    def _on_interrupt(self) -> None:
+        pending = self.picture.run.request
+        if pending is None or pending.request == "relaunch":
+            self.request("stop", source="Ctrl-C", exit_status=ExitStatus.INTERRUPTED)
+        else:
+            self.request("stop_now", source="Ctrl-C again", exit_status=ExitStatus.INTERRUPTED)
+
+    # --- connections ---
+
+    async def _serve(self, channel: Channel) -> None:
+        first = await asyncio.wait_for(channel.receive(), 10.0)
+        if first is None:
+            return
+        if first["type"] == "request":
+            channel.send(self._answer(first))
+            await channel.flush()
+        elif first["type"] == "hello":
+            await self._serve_agent(channel, first)
+        else:
+            channel.send({"type": "refused", "why": f"a connection does not begin with {first['type']!r}"})
+            await channel.flush()
+
+    def _answer(self, request: Message) -> Message:
+        what = request.get("what")
+        if what == "status":
+            return {"type": "status", "status": self.status()}
+        if what == "ping":
+            return {"type": "pong", "pid": os.getpid()}
+        if what in ("stop", "stop_now", "save"):
+            state = self.picture.run
+            if state.status is Status.ENDED:
+                return {"type": "refused", "why": "the run is over"}
+            if what == "save" and state.status is not Status.TRAINING:
+                return {"type": "refused", "why": f"the run is {state.status.value}: there is nothing to save"}
+            if what == "stop" and state.request is not None and state.request.request != "relaunch":
+                return {"type": "accepted", "why": "a stop is under way already"}
+            exit_status = None if what == "save" else int(request.get("exit_status") or ExitStatus.REQUEUE)
+            self.request(what, source=str(request.get("source", "ckptd")), exit_status=exit_status)
+            return {"type": "accepted"}
+        return {"type": "refused", "why": f"unknown request {what!r}"}
+
+    async def _serve_agent(self, channel: Channel, hello: Message) -> None:
+        node, agent_id = str(hello.get("node")), str(hello.get("agent_id"))
+        refusal = self._refuse(hello, node)
+        if refusal is not None:
+            channel.send({"type": "refused", "why": refusal})
+            await channel.flush()
+            return
+        session = Session(node=node, agent_id=agent_id, channel=channel)
+        previous = self._sessions.get(node)
+        self._sessions[node] = session
+        if previous is not None:
+            await previous.channel.close()
+        acknowledged = self._ledger.acknowledged(node, agent_id)
+        channel.send({"type": "welcome", "settings": orders.settings(self.spec), "acknowledged": acknowledged})
+        self._lost_contact.pop(node, None)
+        self._starts[node] = 0
+        self._control = None  # whatever it says now, say it to this agent
+        self.happened(
+            events.AgentConnected(
+                t=self.clock.now(), node=node, pid=int(hello.get("pid", 0)), devices=list(hello.get("devices", [])),
+                running=hello.get("running"),
+            )
+        )  # fmt: skip
+        try:
+            while (message := await channel.receive()) is not None:
+                self._from_agent(session, message)
+        finally:
+            if self._sessions.get(node) is session:
+                del self._sessions[node]
+                self._lost_contact[node] = time.monotonic()
+                self._wake.set()
+
+    def _refuse(self, hello: Message, node: str) -> str | None:
+        if hello.get("protocol") != link.PROTOCOL:
+            return f"protocol {hello.get('protocol')}, this daemon speaks {link.PROTOCOL}"
+        if hello.get("run_id") != self.run_id:
+            return f"this is run {self.run_id}, not {hello.get('run_id')}"
+        if node not in self._launcher.nodes():
+            return f"node {node!r} is not part of this run"
+        return None
+
+    def _from_agent(self, session: Session, message: Message) -> None:
+        if message["type"] == "live":
+            if message.get("attempt") == self.picture.run.attempt:
+                self.live.update(message["ranks"])
+                self._live_mono = time.monotonic()
+        elif message["type"] == "event":
+            self._event_from_agent(session, message)
+        else:
+            log.warning("node %s sent a message of an unknown kind: %s", session.node, message["type"])
+
+    def _event_from_agent(self, session: Session, message: Message) -> None:
+        seq = int(message["seq"])
+        t = self.clock.now() - float(message.get("age_s", 0.0))
+        data = dict(message["data"])
+        if "detected_age_s" in data:
+            data["detected_t"] = t + float(data.pop("detected_age_s"))
+        if message["kind"] == "requested":
+            data |= {"exit_status": ExitStatus.REQUEUE, "timeout_s": orders.drain_timeout(self.picture.estimate)}
+        try:
+            event = events.from_parts(
+                message["kind"], data, t=t, at=time.time(), attempt=message.get("attempt"), node=session.node,
+                rank=message.get("rank"),
+            )  # fmt: skip
+        except (KeyError, TypeError) as error:
+            log.warning("node %s sent an event that cannot be read (%s): %r", session.node, error, message)
+            session.channel.send({"type": "ack", "seq": seq})
+            return
+        try:
+            self._flush_unwritten()
+            new = self._ledger.append_from_agent(event, session.node, session.agent_id, seq)
+        except LedgerFull as error:
+            log.error("%s; ckptd goes on and keeps what happens in memory", error)
+            self._unwritten.append(event)
+            new = True
+        session.channel.send({"type": "ack", "seq": seq})
+        if not new:
+            return
+        self._fold(event)
+        if isinstance(event, events.HealthReported):
+            self._forget_said(session, ("ask", "health"))
+        if isinstance(event, events.InventoryReported):
+            if event.problem:
+                log.warning("node %s: %s", session.node, event.problem)
+                asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._ask_again, session)
+                return
+            self._forget_said(session, ("ask", "inventory"))
+            self._say_what_was_found(event)
+        self._act()
+
+    def _say_what_was_found(self, event: events.InventoryReported) -> None:
+        """Tell a person what is odd about the checkpoints that were found."""
+        for item in event.rejected:
+            self._note("warning", f"{item['path']} is not resumed from: {item['problem']}")
+        if event.chosen is not None and event.chosen.get("run_id") not in (None, self.run_id):
+            self._note(
+                "warning",
+                f"going on from step {event.chosen['step']} of an earlier run named {self.spec.name!r} "
+                f"({event.chosen['path']}); to begin afresh give the run another name",
+            )
+
+    def _note(self, level: Literal["info", "warning", "error"], what: str) -> None:
+        self._append(events.Noted(t=self.clock.now(), at=time.time(), level=level, what=what))
+
+    def _ask_again(self, session: Session) -> None:
+        self._forget_said(session, ("ask", "inventory"))
+        self._act()
+
+    # --- agents' lives ---
+
+    def _mind_agents(self) -> None:
+        """Start agents that are not there, and notice those that died."""
+        state = self.picture.run
+        if state.status is Status.ENDED:
+            return
+        now = time.monotonic()
+        for node in self._launcher.nodes():
+            if node in self._sessions:
+                continue
+            if self._launcher.alive(node):
+                since = self._lost_contact.setdefault(node, now)
+                if now - since > REDIAL_PATIENCE_S:
+                    log.warning("the agent of node %s does not dial back; it is replaced", node)
+                    self._launcher.kill(node)
+                continue
+            known = state.nodes.get(node)
+            if (
+                known is not None
+                and not known.lost
+                and (known.connected or node in self._lost_contact or known.started)
+            ):
+                self.happened(events.AgentLost(t=self.clock.now(), node=node, why=self._launcher.why_dead(node)))
+            self._start_agent(node)
+
+    def _start_agent(self, node: str) -> None:
+        started = self._starts.get(node, 0)
+        if started >= MAX_AGENT_STARTS:
+            why = self._launcher.why_dead(node)
+            self.happened(
+                events.RunEnded(
+                    t=self.clock.now(), outcome="unavailable", exit_status=ExitStatus.UNAVAILABLE,
+                    detail=f"the agent of node {node} died {started} times before it dialled in: {why}",
+                )
+            )  # fmt: skip
+            return
+        self._starts[node] = started + 1
+        try:
+            self._launcher.start(node)
+        except CkptdError as error:
+            log.error("%s", error)
+        self._lost_contact[node] = time.monotonic()
+
+    async def _dismiss_agents(self) -> None:
+        for session in list(self._sessions.values()):
+            session.channel.send({"type": "exit"})
+        deadline = time.monotonic() + EXIT_PATIENCE_S
+        for node in self._launcher.nodes():
+            while self._launcher.alive(node) and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+            if self._launcher.alive(node):
+                self._launcher.kill(node)
+
+    # --- what the daemon does by itself ---
+
+    def _note_progress(self) -> None:
+        state = self.picture.run
+        now = time.monotonic()
+        if state.status not in (Status.TRAINING, Status.DRAINING) or now < self._progress_due:
+            return
+        self._progress_due = now + PROGRESS_INTERVAL_S
+        front = status.front_rank(self.live)
+        if front is not None and now - self._live_mono < 5.0:
+            self.happened(
+                events.Progress(
+                    t=self.clock.now(), attempt=state.attempt, step=int(front["step"]), samples=int(front["samples"]),
+                    loss=front["loss"], step_s=front["step_s"],
+                )
+            )  # fmt: skip
+
+    def _prune(self) -> None:
+        state = self.picture.run
+        protected = [p for p in ((state.resume or {}).get("path"), state.committed and state.committed.path) if p]
+        for session in self._sessions.values():
+            session.channel.send({"type": "prune", "live_attempt": state.attempt, "protected": protected})
+
+    # --- what others ask of it ---
+
+    def status(self) -> dict[str, Any]:
+        """The status document. May be called from another thread: pictures are never changed in place."""
+        beat = time.time() - (time.monotonic() - self._live_mono) if self._live_mono else None
+        daemon = {"pid": os.getpid(), "version": __version__, "web": self.web_address}
+        return status.document(self.picture, t=self.clock.now(), live=dict(self.live), daemon=daemon, heartbeat_at=beat)
+
+    def alive(self) -> bool:
+        """Whether the main loop has turned of late. May be called from another thread."""
+        return time.monotonic() - self._turned < 10 * TICK_S

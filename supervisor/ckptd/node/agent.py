@@ -1,0 +1,345 @@
+"""The node agent: dials the daemon, carries one attempt at a time, and goes on when the daemon is gone.
+
+The event loop lives in a thread; the main thread belongs to elastic, which needs it for its signal handlers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd import __version__
+from ckptd.errors import CkptdError
+from ckptd.link import AgentLink, Message
+from ckptd.node import health, processes, tiers
+from ckptd.node.attempt import Attempt, recorded_workers
+from ckptd_shim import contract
+
+log = logging.getLogger(__name__)
+
+LIVE_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the daemon tells an agent about the job when it dials in."""
+
+    tiers: list[tiers.Tier]
+    health_command: list[str] | None
+    health_interval_s: float
+    stop_grace_s: float
+    orphan_timeout_s: float
+
+    @classmethod
+    def from_message(cls, data: Message) -> Settings:
+        return cls(**{**data, "tiers": [tiers.Tier.from_dict(t) for t in data["tiers"]]})
+
+
+class Agent:
+    """All state of a node agent. Everything but `run` and `_carry` happens on the event loop."""
+
+    def __init__(self, *, run_dir: str, run_id: str, node: str, socket: str, devices_wanted: int | None) -> None:
+        self.run_dir = run_dir
+        self.run_id = run_id
+        self.node = node
+        self.agent_id = uuid.uuid4().hex
+        self.devices = health.find_devices(devices_wanted)
+        self.settings: Settings | None = None
+        self.attempt: Attempt | None = None
+        self._orders: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._link = AgentLink(socket, hello=self._hello, on_order=self._on_order)
+        self._loop = asyncio.new_event_loop()
+        self._health: health.Health | None = None
+        self._exiting = asyncio.Event()
+        self._control_seq = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # --- the two threads ---
+
+    def run(self) -> None:
+        """Run until the daemon says exit, or nobody has needed this agent for `orphan_timeout`."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+            signal.signal(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        thread = threading.Thread(target=self._run_loop, name="agent-loop", daemon=True)
+        thread.start()
+        # The hello must not wait for torch: it is imported here while the daemon asks its first questions.
+        from ckptd.node import elastic
+
+        elastic.warm_up()
+        while (order := self._orders.get()) is not None:
+            self._carry(order)
+        thread.join(timeout=5.0)
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main())
+        except BaseException:
+            log.exception("the agent's event loop failed")
+            os._exit(70)
+        finally:
+            self._orders.put(None)
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        source = f"{signal.Signals(number).name} to the agent of node {self.node}"
+        self._loop.call_soon_threadsafe(lambda: self._link.event("requested", request="stop", source=source))
+
+    async def _main(self) -> None:
+        jobs = [self._link.run(), self._tell_where_training_is(), self._watch_health(), self._watch_orphanhood()]
+        tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(job) for job in jobs]
+        stopped: asyncio.Task[Any] = asyncio.ensure_future(self._exiting.wait())
+        done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            if task is not stopped:
+                task.result()
+
+    # --- talking to the daemon ---
+
+    def _hello(self) -> Message:
+        return {
+            "node": self.node,
+            "agent_id": self.agent_id,
+            "run_id": self.run_id,
+            "pid": os.getpid(),
+            "version": __version__,
+            "devices": self.devices.devices,
+            "running": self.attempt.number if self.attempt is not None else None,
+        }
+
+    async def _on_order(self, order: Message) -> None:
+        kind = order["type"]
+        if kind == "welcome":
+            self.settings = Settings.from_message(order["settings"])
+        elif kind == "launch":
+            self._launch(order)
+        elif kind == "stop":
+            self._stop(int(order["attempt"]), grace=bool(order["grace"]))
+        elif kind == "control":
+            self._control(order)
+        elif kind == "ask" and order["what"] == "health":
+            self._spawn(self._answer_health())
+        elif kind == "ask" and order["what"] == "inventory":
+            self._spawn(self._answer_inventory())
+        elif kind == "prune":
+            self._spawn(self._prune(order))
+        elif kind == "exit":
+            self._exiting.set()
+        else:
+            log.warning("an order of an unknown kind: %s", kind)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("an order failed", exc_info=task.exception())
+
+    # --- orders ---
+
+    def _launch(self, order: Message) -> None:
+        number = int(order["context"]["attempt"])
+        if self.attempt is not None:
+            if self.attempt.number == number:
+                return
+            log.error("asked to launch attempt %d while attempt %d is here", number, self.attempt.number)
+            return
+        assert self.settings is not None
+        attempt = Attempt(
+            run_id=self.run_id,
+            number=number,
+            node=self.node,
+            directory=order["context"]["attempt_dir"],
+            ranks=[int(rank) for rank in order["ranks"]],
+            emit=self._link.event,
+            release=lambda: None,
+            stop_grace_s=self.settings.stop_grace_s,
+        )
+        self.attempt = attempt
+        self._orders.put(order)
+        self._spawn(self._forget(attempt))
+
+    async def _forget(self, attempt: Attempt) -> None:
+        await attempt.ended.wait()
+        self.attempt = None
+
+    def _carry(self, order: Message) -> None:
+        """Main thread: launch the workers of one attempt and reap them when all are dead."""
+        from ckptd.node import elastic
+
+        attempt = self.attempt
+        if attempt is None:
+            return
+
+        def on_started(pids: dict[int, int]) -> None:
+            mono = time.monotonic()
+            fds = {rank: os.pidfd_open(pid) for rank, pid in pids.items()}
+            self._loop.call_soon_threadsafe(attempt.started, pids, fds, mono)
+
+        try:
+            context = contract.LaunchContext.from_json(json.dumps(order["context"]), where="launch order")
+            os.makedirs(attempt.directory, exist_ok=True)
+            os.makedirs(context.save_dir, exist_ok=True)
+            launch_file = os.path.join(attempt.directory, "launch.json")
+            context.write(launch_file)
+            store = elastic.open_store(order["host"])
+            agent = elastic.make_agent(
+                run_id=self.run_id, attempt=attempt.number, host=order["host"], store=store,
+                node_rank=int(order["node_rank"]), nodes=int(order["nodes"]), argv=list(order["argv"]),
+                environments=self._environments(order, launch_file), directory=attempt.directory, on_started=on_started,
+            )  # fmt: skip
+        except Exception as error:
+            log.exception("attempt %d cannot be launched", attempt.number)
+            self._loop.call_soon_threadsafe(attempt.launch_failed, f"{type(error).__name__}: {error}")
+            return
+        attempt.release = agent.release.set
+        try:
+            agent.run()
+        except Exception as error:
+            log.exception("launching attempt %d failed", attempt.number)
+            if not attempt.workers:
+                self._loop.call_soon_threadsafe(attempt.launch_failed, f"{type(error).__name__}: {error}")
+
+    def _environments(self, order: Message, launch_file: str) -> dict[int, dict[str, str]]:
+        """The variables of each local rank, on top of this process's own and of what elastic sets."""
+        indices = [int(index) for index in order["devices"]]
+        common = {
+            **order["env"],
+            contract.ENV_LAUNCH: launch_file,
+            contract.ENV_RUN_ID: self.run_id,
+            contract.ENV_ATTEMPT: str(order["context"]["attempt"]),
+        }
+        if self.devices.gpus:
+            common["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in indices)
+        return {local: {**common, "CKPTD_DEVICE": str(index)} for local, index in enumerate(indices)}
+
+    def _stop(self, number: int, *, grace: bool) -> None:
+        if self.attempt is not None and self.attempt.number == number:
+            self.attempt.stop(grace=grace)
+        else:
+            self._spawn(self._sweep_orphans(number))
+
+    async def _sweep_orphans(self, number: int) -> None:
+        """End the workers of an attempt that an earlier agent of this node launched."""
+        directory = os.path.join(self.run_dir, "attempts", contract.attempt_dirname(number))
+        swept = await asyncio.to_thread(processes.sweep, self.run_id, number, recorded_workers(directory))
+        named = [{"pid": p.pid, "name": swept.names.get(p.pid, "?"), "seconds": swept.seconds} for p in swept.killed]
+        stuck = [{"pid": p.pid, "name": swept.names.get(p.pid, "?")} for p in swept.unkillable]
+        self._link.event("attempt_ended", attempt=number, leftovers=named, unkillable=stuck)
+
+    def _control(self, order: Message) -> None:
+        document = order["document"]
+        self._control_seq = int(document["seq"])
+        try:
+            contract.write_atomically(order["path"], json.dumps(document).encode())
+        except OSError as error:
+            self._link.event(
+                "noted", level="error", what=f"the control file {order['path']} cannot be written: {error}"
+            )
+
+    async def _answer_health(self) -> None:
+        assert self.settings is not None
+        self._health = await health.ask(self.devices, self.settings.health_command)
+        self._tell_health()
+
+    def _tell_health(self) -> None:
+        assert self._health is not None
+        self._link.event("health_reported", unhealthy=sorted(self._health.unhealthy), detail=self._health.detail)
+
+    async def _answer_inventory(self) -> None:
+        assert self.settings is not None
+        for tier in self.settings.tiers:
+            await asyncio.to_thread(tiers.clear_graves, tier)
+        answer = await asyncio.to_thread(tiers.inventory, self.settings.tiers, self.run_id)
+        self._link.event("inventory_reported", **answer)
+
+    async def _prune(self, order: Message) -> None:
+        assert self.settings is not None
+        for tier in self.settings.tiers:
+            try:
+                gone = await asyncio.to_thread(
+                    tiers.prune, tier, live_attempt=order["live_attempt"], protected=set(order["protected"])
+                )
+            except OSError as error:
+                self._link.event("noted", level="warning", what=f"tier {tier.name!r}: nothing was deleted: {error}")
+                continue
+            for item in gone:
+                log.info("deleted %s: %s", item.path, item.why)
+
+    # --- by itself ---
+
+    async def _tell_where_training_is(self) -> None:
+        while True:
+            if self.attempt is not None and self.attempt.workers:
+                self._link.live(self.attempt.live())
+            await asyncio.sleep(LIVE_INTERVAL_S)
+
+    async def _watch_health(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.health_interval_s if self.settings is not None else 1.0)
+            if self.settings is None or self._health is None:
+                continue
+            before = self._health
+            self._health = await health.ask(self.devices, self.settings.health_command)
+            if self._health != before:
+                self._tell_health()
+
+    async def _watch_orphanhood(self) -> None:
+        """Without a daemon: go on for `orphan_timeout`, then save, stop, and leave."""
+        asked = False
+        while True:
+            await asyncio.sleep(1.0)
+            if self._link.connected:
+                asked = False
+                continue
+            timeout = self.settings.orphan_timeout_s if self.settings is not None else 60.0
+            alone = time.monotonic() - self._link.last_contact
+            if alone < timeout:
+                continue
+            if self.attempt is None:
+                log.warning("no daemon for %.0f s and nothing to carry: leaving", alone)
+                self._exiting.set()
+                return
+            if not asked:
+                asked = True
+                log.warning("no daemon for %.0f s: saving and stopping attempt %d", alone, self.attempt.number)
+                document = contract.Control(
+                    seq=self._control_seq + 1_000_000, attempt=self.attempt.number, interval_s=None,
+                    interval_steps=None, save_request=1_000_000, stop_after_save=True,
+                    reason="no daemon within cluster.orphan_timeout", issued_at=time.time(),
+                )  # fmt: skip
+                document.write(os.path.join(self.run_dir, contract.CONTROL_FILE))
+                self._spawn(self._stop_late(self.attempt))
+
+    async def _stop_late(self, attempt: Attempt) -> None:
+        await asyncio.sleep(600.0)
+        attempt.stop(grace=True)
+
+
+def main() -> None:
+    """Entry of `python -m ckptd.node`; one JSON object on the command line says what to carry."""
+    options = json.loads(sys.argv[1])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        agent = Agent(**options)
+    except CkptdError as error:
+        print(f"ckptd: {error}", file=sys.stderr)
+        sys.exit(int(error.exit_status))
+    agent.run()

@@ -1,0 +1,289 @@
+"""One attempt on this node, watched from the agent's event loop: who died first, what is left, what is the evidence."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptd.node import processes
+from ckptd.node.processes import Process
+from ckptd.node.reports import EVENT_OF_REPORT, ReportTail, live_picture, read_error, read_pulses, tail_of
+from ckptd_shim import contract
+from ckptd_shim.contract import Phase, Report
+
+log = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 0.05
+EARLY_EXIT_PATIENCE_S = 5.0
+"""How long the others may live on after a rank left with status 0 in the middle of training."""
+WORKERS_FILE = "workers.json"
+
+Emit = Callable[..., None]
+
+
+@dataclass(kw_only=True)
+class Exit:
+    """How one worker ended."""
+
+    exitcode: int
+    mono: float
+    order: int
+    killed_by_us: bool
+    phase: Phase | None
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """The workers of one attempt on this node.
+
+    Lives on the event loop. `emit` sends an event to the daemon; `release` lets elastic's loop reap and return.
+    """
+
+    run_id: str
+    number: int
+    node: str
+    directory: str
+    ranks: list[int]
+    emit: Emit
+    release: Callable[[], None]
+    stop_grace_s: float = 3.0
+    workers: dict[int, Process] = field(default_factory=dict)
+    exits: dict[int, Exit] = field(default_factory=dict)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    pulses: dict[int, contract.Pulse] = field(default_factory=dict)
+    finished_report: dict[str, Any] | None = None
+    _failed: bool = False
+    _stopping: bool = False
+    _tail: ReportTail | None = None
+    _killing: set[int] = field(default_factory=set)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._tail = ReportTail(os.path.join(self.directory, contract.REPORT_FILE))
+
+    # --- beginning ---
+
+    def started(self, pids: dict[int, int], pidfds: dict[int, int], mono: float) -> None:
+        """The workers exist: rank -> pid, and an open pidfd for each, which this object closes."""
+        for rank, pid in pids.items():
+            # A worker that is dead already is a zombie until elastic reaps it, so its start time can be read.
+            self.workers[rank] = processes.identify(pid) or Process(pid, 0)
+        document = {str(r): {"pid": p.pid, "start_time": p.start_time} for r, p in self.workers.items()}
+        with contextlib.suppress(OSError):  # a full disk: the mark in the environment still finds them
+            contract.write_atomically(os.path.join(self.directory, WORKERS_FILE), json.dumps(document).encode())
+        self.emit("workers_started", attempt=self.number, mono=mono, workers=document, warm=False)
+        loop = asyncio.get_running_loop()
+        for rank, fd in pidfds.items():
+            loop.add_reader(fd, self._on_exit, rank, fd)
+        self._spawn(self._watch())
+
+    def launch_failed(self, why: str) -> None:
+        """No worker came to be, or not all of them: clean up what did."""
+        self._failed = True
+        now = time.monotonic()
+        self.emit("failure_detected", attempt=self.number, mono=now, detected_age_s=0.0, launch=True, detail=why)
+        self._spawn(self._end(grace=0.0))
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("watching attempt %d failed", self.number, exc_info=task.exception())
+
+    # --- while it runs ---
+
+    async def _watch(self) -> None:
+        while not self.ended.is_set():
+            self.look()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ended.wait(), WATCH_INTERVAL_S)
+
+    def look(self) -> None:
+        """Read what the workers have written since the last look."""
+        self.pulses.update(read_pulses(self.directory, self.ranks))
+        assert self._tail is not None
+        for line in self._tail.read():
+            self._report(line)
+
+    def _report(self, line: dict[str, Any]) -> None:
+        kind, mono = line["kind"], line["mono"]
+        data = {key: value for key, value in line.items() if key not in ("kind", "mono")}
+        if kind in EVENT_OF_REPORT:
+            self.emit(EVENT_OF_REPORT[kind], attempt=self.number, mono=mono, rank=0, **data)
+        elif kind == Report.CONTROL_IGNORED:
+            what = f"the control file was ignored: {line.get('why')}"
+            self.emit("noted", attempt=self.number, mono=mono, level="warning", what=what)
+        elif kind == Report.FINISHED:
+            self.finished_report = data
+
+    @property
+    def step(self) -> int:
+        """The last step that any rank of this node completed."""
+        return max((pulse.step for pulse in self.pulses.values()), default=0)
+
+    def live(self) -> dict[str, Any]:
+        """A message for the daemon: where training is."""
+        return {"attempt": self.number, "ranks": live_picture(self.pulses)}
+
+    # --- ending ---
+
+    def _on_exit(self, rank: int, fd: int) -> None:
+        asyncio.get_running_loop().remove_reader(fd)
+        mono = time.monotonic()
+        try:
+            status = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            status = None
+        finally:
+            os.close(fd)
+        if status is None:
+            exitcode = -signal.SIGKILL  # reaped by somebody else, which only happens once all were killed
+        elif status.si_code == os.CLD_EXITED:
+            exitcode = status.si_status
+        else:
+            exitcode = -status.si_status
+        self.look()
+        pulse = self.pulses.get(rank)
+        self.exits[rank] = Exit(
+            exitcode=exitcode,
+            mono=mono,
+            order=len(self.exits),
+            killed_by_us=rank in self._killing and exitcode in (-signal.SIGKILL, -signal.SIGTERM),
+            phase=pulse.phase if pulse is not None else None,
+        )
+        if self._stopping:
+            return
+        if exitcode != 0:
+            self._fail(rank)
+        elif len(self.exits) == len(self.workers):
+            self._spawn(self._end(grace=0.0))
+        elif self._left_early(rank):
+            self._spawn(self._suspect(rank))
+
+    def _left_early(self, rank: int) -> bool:
+        """Whether a rank that ended with 0 was still training: it has a shim, and did not come to its end."""
+        phase = self.exits[rank].phase
+        return phase is not None and phase not in (Phase.IMPORT, Phase.END)
+
+    async def _suspect(self, rank: int) -> None:
+        await asyncio.sleep(EARLY_EXIT_PATIENCE_S)
+        if not self._stopping and len(self.exits) < len(self.workers):
+            self._fail(rank)
+
+    def _fail(self, rank: int) -> None:
+        """The first failure: tell, and end the others. After a crash nobody will save, so nobody is given time."""
+        early = [r for r, e in self.exits.items() if e.exitcode == 0 and self._left_early(r)]
+        first = min([rank, *early], key=lambda r: self.exits[r].order)
+        self._failed = True
+        self._stopping = True
+        died = self.exits[first]
+        self.emit(
+            "failure_detected", attempt=self.number, rank=first, mono=died.mono, exitcode=died.exitcode, step=self.step,
+            detected_age_s=max(0.0, time.monotonic() - died.mono), detail=_how(first, died.exitcode),
+        )  # fmt: skip
+        self._spawn(self._end(grace=0.0))
+
+    def stop(self, *, grace: bool) -> None:
+        """End all workers: SIGTERM first when they are to be given `stop_grace_s`. Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._spawn(self._end(grace=self.stop_grace_s if grace else 0.0))
+
+    async def _end(self, *, grace: float) -> None:
+        """Leave nothing alive, verify that, gather the evidence, and say that the attempt has ended here."""
+        self._stopping = True
+        self._killing |= self.workers.keys() - self.exits.keys()
+        if grace > 0:
+            for rank in self._killing:
+                self._signal_session(self.workers[rank], signal.SIGTERM)
+            await asyncio.to_thread(processes.wait_gone, [self.workers[r] for r in self._killing], grace)
+        swept = await asyncio.to_thread(processes.sweep, self.run_id, self.number, list(self.workers.values()))
+        deadline = time.monotonic() + 2.0
+        while len(self.exits) < len(self.workers) and time.monotonic() < deadline and not swept.unkillable:
+            await asyncio.sleep(0.002)  # the loop still has to hear of the last deaths
+        self.release()
+        self.look()
+        own = {worker.pid for worker in self.workers.values()}
+        leftovers = [p for p in swept.killed if p.pid not in own]
+        stopping = bool((self.finished_report or {}).get("stopping"))
+        if (
+            not self._failed
+            and len(self.exits) == len(self.workers)
+            and all(e.exitcode == 0 for e in self.exits.values())
+        ):
+            self.emit(
+                "workers_finished", attempt=self.number, step=self.step, stopping=stopping,
+                closed=self.finished_report is not None,
+            )  # fmt: skip
+        self.emit(
+            "attempt_ended",
+            attempt=self.number,
+            step=self.step,
+            exits=self.evidence(),
+            leftovers=[
+                {"pid": p.pid, "name": swept.names.get(p.pid, "?"), "seconds": swept.seconds} for p in leftovers
+            ],
+            unkillable=[{"pid": p.pid, "name": swept.names.get(p.pid, "?")} for p in swept.unkillable],
+        )
+        self.ended.set()
+
+    def _signal_session(self, worker: Process, number: signal.Signals) -> None:
+        if processes.alive(worker):
+            with contextlib.suppress(OSError):
+                os.killpg(worker.pid, number)
+
+    def evidence(self) -> list[dict[str, Any]]:
+        """What is known of each worker's end, in the form that the diagnosis reads."""
+        first = min((e.mono for e in self.exits.values()), default=0.0)
+        found = []
+        for rank in sorted(self.workers):
+            exit_ = self.exits.get(rank)
+            pulse = self.pulses.get(rank)
+            found.append(
+                {
+                    "rank": rank,
+                    "node": self.node,
+                    "exitcode": exit_.exitcode if exit_ is not None else None,
+                    "order": exit_.order if exit_ is not None else len(self.workers),
+                    "t": exit_.mono - first if exit_ is not None else 0.0,
+                    "killed_by_us": exit_.killed_by_us if exit_ is not None else True,
+                    "left_early": exit_ is not None and exit_.exitcode == 0 and self._left_early(rank),
+                    "error": read_error(os.path.join(self.directory, contract.error_name(rank))),
+                    "stderr_tail": tail_of(os.path.join(self.directory, contract.stderr_name(rank))),
+                    "step": pulse.step if pulse is not None else 0,
+                }
+            )
+        return found
+
+
+def _how(rank: int, exitcode: int) -> str:
+    if exitcode < 0:
+        with contextlib.suppress(ValueError):
+            return f"rank {rank} was killed by {signal.Signals(-exitcode).name}"
+        return f"rank {rank} was killed by signal {-exitcode}"
+    if exitcode == 0:
+        return f"rank {rank} ended early with status 0"
+    return f"rank {rank} ended with status {exitcode}"
+
+
+def recorded_workers(attempt_dir: str) -> list[Process]:
+    """The workers that an earlier agent launched for an attempt, as it wrote them down."""
+    try:
+        with open(os.path.join(attempt_dir, WORKERS_FILE), "rb") as file:
+            document = json.load(file)
+        return [Process(int(w["pid"]), int(w["start_time"])) for w in document.values()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []

@@ -1,0 +1,171 @@
+"""Which processes belong to an attempt, and that none of them is left: always by pid and start time, never by name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptd_shim import contract
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process that cannot be mistaken for a later one with the same pid."""
+
+    pid: int
+    start_time: int
+    """Clock ticks since boot (field 22 of /proc/<pid>/stat)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """The parts of /proc/<pid>/stat that we need."""
+
+    name: str
+    state: str
+    session: int
+    start_time: int
+
+
+def read_stat(pid: int) -> Stat | None:
+    """State of a process, None when there is none of that pid."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return None
+    head, _, tail = text.rpartition(")")
+    fields = tail.split()
+    return Stat(name=head.partition("(")[2], state=fields[0], session=int(fields[3]), start_time=int(fields[19]))
+
+
+def identify(pid: int) -> Process | None:
+    """The process that has this pid now."""
+    stat = read_stat(pid)
+    return None if stat is None else Process(pid, stat.start_time)
+
+
+def alive(process: Process) -> bool:
+    """Whether exactly this process still runs. A zombie is dead."""
+    stat = read_stat(process.pid)
+    return stat is not None and stat.start_time == process.start_time and stat.state not in "ZX"
+
+
+def members(run_id: str, attempt: int, workers: Iterable[Process]) -> list[Process]:
+    """Every living process of an attempt: the workers, their sessions, and what carries the attempt's mark.
+
+    A child that made its own session is found by `CKPTD_RUN_ID` and `CKPTD_ATTEMPT` in the environment it began with.
+    """
+    marks = (f"{contract.ENV_RUN_ID}={run_id}".encode(), f"{contract.ENV_ATTEMPT}={attempt}".encode())
+    leaders = {worker.pid: worker.start_time for worker in workers}
+    me = os.getpid()
+    found: list[Process] = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal() or (pid := int(entry)) == me:
+            continue
+        stat = read_stat(pid)
+        if stat is None or stat.state in "ZX":
+            continue
+        # A pid cannot be given out again while a session of that number lives, so the session is the worker's own
+        # unless its number was free in between: then the newcomer began after every worker, and lacks the mark.
+        ours = leaders.get(pid) == stat.start_time
+        in_session = stat.session in leaders and _leads(stat.session, leaders[stat.session])
+        if ours or in_session or _marked(pid, marks):
+            found.append(Process(pid, stat.start_time))
+    return found
+
+
+def _leads(session: int, start_time: int) -> bool:
+    """Whether the session `session` is still the one that a worker with this start time founded."""
+    leader = read_stat(session)
+    return leader is None or leader.start_time == start_time
+
+
+def _marked(pid: int, marks: tuple[bytes, bytes]) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            environment = file.read().split(b"\0")
+    except OSError:
+        return False
+    return all(mark in environment for mark in marks)
+
+
+def send(process: Process, number: signal.Signals) -> None:
+    """Signal exactly this process; nothing happens when it is gone."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:
+        return
+    try:
+        # The descriptor pins the process: if the start time is right now, the signal cannot hit another one.
+        stat = read_stat(process.pid)
+        if stat is not None and stat.start_time == process.start_time:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(fd, number)
+    finally:
+        os.close(fd)
+
+
+def wait_gone(processes: Iterable[Process], timeout: float) -> list[Process]:
+    """Wait until all are dead (zombies count as dead); returns those that are not within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    waiting = {p for p in processes if alive(p)}
+    while waiting:
+        poller = select.poll()
+        fds: dict[int, Process] = {}
+        for process in waiting:
+            with contextlib.suppress(OSError):
+                fd = os.pidfd_open(process.pid)
+                fds[fd] = process
+                poller.register(fd, select.POLLIN)
+        left = deadline - time.monotonic()
+        if fds and left > 0:
+            poller.poll(left * 1000)
+        for fd in fds:
+            os.close(fd)
+        waiting = {p for p in waiting if alive(p)}
+        if time.monotonic() >= deadline:
+            break
+    return sorted(waiting, key=lambda p: p.pid)
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a sweep found and what it could not end."""
+
+    killed: list[Process]
+    names: dict[int, str]
+    unkillable: list[Process]
+    seconds: float
+
+
+def sweep(run_id: str, attempt: int, workers: Iterable[Process], *, timeout: float = 10.0) -> Swept:
+    """SIGKILL everything that is left of an attempt and verify that it is gone.
+
+    Repeats until a look finds nothing, since a process may have forked while it was being killed; gives up on what
+    is still there after `timeout` seconds (uninterruptible sleep) and names it.
+    """
+    workers = list(workers)
+    begun = time.monotonic()
+    killed: dict[int, Process] = {}
+    names: dict[int, str] = {}
+    left: list[Process] = []
+    while True:
+        found = members(run_id, attempt, workers)
+        if not found:
+            left = []
+            break
+        for process in found:
+            stat = read_stat(process.pid)
+            names[process.pid] = stat.name if stat is not None else "?"
+            killed[process.pid] = process
+            send(process, signal.SIGKILL)
+        left = wait_gone(found, max(0.0, timeout - (time.monotonic() - begun)))
+        if time.monotonic() - begun >= timeout:
+            break
+    return Swept(list(killed.values()), names, left, time.monotonic() - begun)

@@ -1,0 +1,180 @@
+"""Committed checkpoints on this node's tiers: which there are, which to resume from, which to delete."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd.core import retention
+from ckptd_shim import contract
+from ckptd_shim.digest import crc32c_bytes, verify_checkpoint
+from ckptd_shim.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+DOOMED_PREFIX = ".doomed-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """One tier of job.yaml as a node uses it."""
+
+    name: str
+    directory: str
+    """`<tier path>/<run name>`."""
+    keep_last: int = 3
+    keep_every_steps: int | None = None
+    keep_every_seconds: float | None = None
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Tier:
+        """As the daemon sends it."""
+        return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A directory that looks like a checkpoint. `marker` None: not committed, or its marker cannot be read."""
+
+    path: str
+    tier: str
+    step: int
+    attempt: int
+    created: float
+    marker: contract.Marker | None
+    marker_crc32c: str = ""
+    problem: str = ""
+
+    @property
+    def sequence(self) -> int:
+        return self.marker.sequence if self.marker is not None else 0
+
+
+def scan(tier: Tier) -> list[Found]:
+    """Every checkpoint directory of a tier, committed or not. Raises OSError when the tier cannot be read at all."""
+    try:
+        names = os.listdir(tier.directory)
+    except FileNotFoundError:
+        return []
+    found = []
+    for name in names:
+        parsed = contract.parse_checkpoint_dirname(name)
+        path = os.path.join(tier.directory, name)
+        if parsed is None:
+            continue
+        step, attempt = parsed
+        marker, digest, problem, created = None, "", "", 0.0
+        try:
+            created = os.stat(path).st_mtime
+            with open(os.path.join(path, contract.COMMITTED), "rb") as file:
+                data = file.read()
+            digest = crc32c_bytes(data)
+            marker = contract.Marker.from_json(data, where=os.path.join(path, contract.COMMITTED))
+            if (marker.step, marker.attempt) != (step, attempt):
+                problem, marker = f"its marker is of step {marker.step}, attempt {marker.attempt}", None
+            elif marker.format != contract.FORMAT:
+                problem, marker = f"its format is {marker.format}; this ckptd reads {contract.FORMAT}", None
+        except FileNotFoundError:
+            pass  # not committed
+        except (OSError, contract.ContractError) as error:
+            problem = str(error)
+        found.append(
+            Found(path=path, tier=tier.name, step=step, attempt=attempt, created=created, marker=marker,
+                  marker_crc32c=digest, problem=problem)
+        )  # fmt: skip
+    return found
+
+
+def inventory(tiers: list[Tier], run_id: str) -> dict[str, Any]:
+    """The answer to "which checkpoint?": the fields of `InventoryReported`.
+
+    Goes through the commits of this run from the newest, by commit sequence, and takes the first whose files all
+    have the sizes and digests of the marker. Where this run has no commits but an earlier run of the same name has
+    (its run directory was lost), those are taken, and `chosen.run_id` tells.
+    """
+    begun = time.monotonic()
+    found: list[Found] = []
+    for tier in tiers:
+        try:
+            found += scan(tier)
+        except OSError as error:
+            return {"problem": f"tier {tier.name!r} cannot be read: {error}"}
+    committed = [f for f in found if f.marker is not None]
+    rejected = [
+        {"step": f.step, "tier": f.tier, "path": f.path, "problem": f.problem} for f in found if f.problem
+    ]  # fmt: skip
+    own = [f for f in committed if f.marker is not None and f.marker.run_id == run_id]
+    if not own and committed:
+        newest = max(committed, key=lambda f: f.marker.created if f.marker is not None else 0.0)
+        assert newest.marker is not None
+        own = [f for f in committed if f.marker is not None and f.marker.run_id == newest.marker.run_id]
+    chosen: dict[str, Any] | None = None
+    for candidate in sorted(own, key=lambda f: f.sequence, reverse=True):
+        try:
+            marker = verify_checkpoint(candidate.path, candidate.marker_crc32c)
+        except (CheckpointError, OSError) as error:
+            rejected.append(
+                {"step": candidate.step, "tier": candidate.tier, "path": candidate.path, "problem": str(error)}
+            )
+            continue
+        chosen = {
+            "step": marker.step,
+            "tier": candidate.tier,
+            "path": candidate.path,
+            "marker_crc32c": candidate.marker_crc32c,
+            "sequence": marker.sequence,
+            "attempt": marker.attempt,
+            "samples_seen": marker.samples_seen,
+            "world_size": marker.world_size,
+            "comparable": marker.comparable,
+            "run_id": marker.run_id,
+        }
+        break
+    return {
+        "chosen": chosen,
+        "rejected": rejected,
+        "commits": len(own) + sum(1 for f in found if f.problem),
+        "newest_sequence": max((f.sequence for f in committed), default=0),
+        "seconds": time.monotonic() - begun,
+    }
+
+
+def prune(tier: Tier, *, live_attempt: int | None, protected: Collection[str]) -> list[retention.Doomed]:
+    """Delete what the tier's rules no longer keep; returns what went. Renames first, so a half-deleted one looks gone."""
+    held = [
+        retention.Held(
+            path=f.path, tier=f.tier, step=f.step, sequence=f.sequence, attempt=f.attempt,
+            committed=f.marker is not None, verified=None, created_t=f.created, pinned=False, in_use=False,
+        )
+        for f in scan(tier)
+        if not f.problem  # what cannot be read is not garbage
+    ]  # fmt: skip
+    rules = retention.Rules(
+        keep_last=tier.keep_last, keep_every_steps=tier.keep_every_steps, keep_every_seconds=tier.keep_every_seconds
+    )
+    doomed = retention.plan(held, rules, protected=protected, live_attempt=live_attempt)
+    for item in doomed:
+        grave = os.path.join(tier.directory, DOOMED_PREFIX + os.path.basename(item.path))
+        try:
+            os.rename(item.path, grave)
+        except OSError as error:
+            log.warning("cannot delete %s: %s", item.path, error)
+            continue
+        shutil.rmtree(grave, ignore_errors=True)
+    return doomed
+
+
+def clear_graves(tier: Tier) -> None:
+    """Finish deletions that were cut short."""
+    try:
+        names = os.listdir(tier.directory)
+    except OSError:
+        return
+    for name in names:
+        if name.startswith(DOOMED_PREFIX):
+            shutil.rmtree(os.path.join(tier.directory, name), ignore_errors=True)

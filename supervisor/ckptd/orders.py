@@ -1,0 +1,103 @@
+"""What the daemon tells an agent: the settings of the job, and the order to launch an attempt."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ckptd.core.estimates import Estimate
+from ckptd.core.picture import Picture
+from ckptd.core.run import RunState
+from ckptd.jobscalars import Steps
+from ckptd.jobspec import JobSpec, Tier
+from ckptd.link import Message
+from ckptd.rundir import RunDir
+
+MIN_DRAIN_S = 120.0
+
+
+def settings(spec: JobSpec) -> Message:
+    """What an agent needs to know as soon as it dials in."""
+    return {
+        "tiers": [_tier(spec, tier) for tier in spec.checkpoint.tiers],
+        "health_command": spec.health.command,
+        "health_interval_s": spec.health.interval,
+        "stop_grace_s": spec.restart.stop_grace,
+        "orphan_timeout_s": spec.cluster.orphan_timeout,
+    }
+
+
+def _tier(spec: JobSpec, tier: Tier) -> dict[str, Any]:
+    every = tier.keep_every
+    return {
+        "name": tier.name,
+        "directory": str(spec.tier_dir(tier)),
+        "keep_last": tier.keep_last,
+        "keep_every_steps": every.steps if isinstance(every, Steps) else None,
+        "keep_every_seconds": every if isinstance(every, float) else None,
+    }
+
+
+def node_of_rank_zero(state: RunState) -> str | None:
+    """The node that carries rank 0 of the live attempt."""
+    return next(iter(state.placement), None)
+
+
+def launch(spec: JobSpec, run_dir: RunDir, run_id: str, picture: Picture, node: str) -> Message:
+    """The order to launch the live attempt's workers on `node`."""
+    state = picture.run
+    nodes = list(state.placement)
+    node_rank = nodes.index(node)
+    first_rank = sum(len(state.placement[name]) for name in nodes[:node_rank])
+    devices = list(state.placement[node])
+    fastest = spec.checkpoint.tiers[0]
+    decision = picture.decision
+    resume = state.resume
+    return {
+        "type": "launch",
+        "host": "127.0.0.1",
+        "node_rank": node_rank,
+        "nodes": len(nodes),
+        "ranks": list(range(first_rank, first_rank + len(devices))),
+        "devices": devices,
+        "argv": [spec.python_path, "-u", "-m", "ckptd_shim.launch", "--", *spec.command],
+        "env": _environment(spec, len(devices)),
+        "context": {
+            "run_id": run_id,
+            "run_name": spec.name,
+            "attempt": state.attempt,
+            "attempt_dir": str(run_dir.attempt_dir(state.attempt)),
+            "control_path": str(run_dir.control_path),
+            "tier": fastest.name,
+            "save_dir": str(spec.tier_dir(fastest)),
+            "resume": None
+            if resume is None
+            else {key: resume[key] for key in ("step", "tier", "path", "marker_crc32c")},
+            "world_at_start": state.first_world,
+            "global_batch": spec.batch.global_batch if spec.batch else None,
+            "micro_batch": spec.batch.micro_batch if spec.batch else None,
+            "interval_s": decision.interval_s if decision else None,
+            "interval_steps": decision.interval_steps if decision and decision.interval_s is None else None,
+            "commit_sequence": state.commit_sequence,
+        },
+    }
+
+
+def _environment(spec: JobSpec, workers: int) -> dict[str, str]:
+    """Variables that every worker should have, under what job.yaml and the daemon's own environment say."""
+    defaults = {
+        "PYTHONUNBUFFERED": "1",
+        # Sets and dicts of strings iterate alike on every rank and after every restart.
+        "PYTHONHASHSEED": "0",
+        # A single machine talks to itself: gloo need not guess an address from the host's name.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if workers > 1:
+        defaults["OMP_NUM_THREADS"] = "1"  # as torchrun does, so that workers do not fight for cores
+    return {key: value for key, value in defaults.items() if key not in os.environ} | dict(spec.env)
+
+
+def drain_timeout(estimate: Estimate) -> float:
+    """How long a save before a stop may take, seconds: from what saves have cost so far, and never short."""
+    usual = (estimate.stall_s or 0.0) + (estimate.upload_s or 0.0) + 2 * (estimate.step_s or 0.0)
+    return max(MIN_DRAIN_S, 5.0 * usual)

@@ -1,0 +1,141 @@
+"""What `ckptd status`, `/api/status` and the terminal show of a run: one document, built from the picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptd.core import accounting, interval
+from ckptd.core.picture import Picture
+from ckptd.core.run import LIVE, Status
+
+Live = dict[str, dict[str, Any]]
+"""The newest heartbeat of each rank, as the agents send it."""
+
+
+def document(
+    picture: Picture,
+    *,
+    t: float,
+    live: Live | None = None,
+    daemon: dict[str, Any] | None = None,
+    heartbeat_at: float | None = None,
+) -> dict[str, Any]:
+    """The status of a run at `t` of its clock. `daemon` is None when no daemon supervises it.
+
+    `heartbeat_at`: wall clock of the last word from a rank.
+    """
+    state = picture.run
+    estimate = picture.estimate
+    decision = picture.decision
+    account = accounting.summary(picture.account, t=t)
+    front = front_rank(live) if state.status in LIVE else None
+    step = max(state.step, int(front["step"])) if front else state.step
+    committed = state.committed
+    last = picture.last_interruption
+    return {
+        "name": state.policy.name,
+        "run_id": state.policy.run_id,
+        "state": state.status.value,
+        "attempt": state.attempt,
+        "step": step,
+        "samples_seen": int(front["samples"]) if front else (committed.samples if committed else 0),
+        "loss": front["loss"] if front else None,
+        "world_size": state.world_size,
+        "devices_healthy": state.devices_healthy,
+        "devices_known": state.devices_known,
+        "last_committed": None
+        if committed is None
+        else {"step": committed.step, "tier": committed.tier, "at": committed.at, "path": committed.path},
+        "saves": {"committed": picture.saves, "failed": picture.saves_failed},
+        "interval": {
+            "seconds": decision.interval_s if decision else None,
+            "steps": decision.interval_steps if decision else None,
+            "formula": decision.formula if decision else state.policy.formula,
+            "clamped_by": decision.clamped_by if decision else None,
+            "reason": decision.reason if decision else "",
+        },
+        "estimates": {
+            "mtbf_s": estimate.mtbf_s,
+            "mtbf_low_s": estimate.mtbf_low_s,
+            "mtbf_high_s": estimate.mtbf_high_s,
+            "stall_s": estimate.stall_s,
+            "restart_s": estimate.restart_s,
+            "upload_s": estimate.upload_s,
+            "step_s": estimate.step_s if estimate.step_s is not None else (front or {}).get("step_s"),
+            "waste": _waste(picture),
+        },
+        "failures": state.failures,
+        "restarts": state.restarts,
+        "attempts_without_progress": state.attempts_without_progress,
+        "goodput": {
+            "ratio": account.goodput,
+            "seconds_by_phase": account.seconds_by_phase,
+            "device_seconds_by_phase": account.device_seconds_by_phase,
+            "wall_s": account.wall_s,
+        },
+        "last_interruption": None
+        if last is None
+        else {
+            "cause": last.cause,
+            "severity": last.severity,
+            "planned": last.planned,
+            "node": last.node,
+            "rank": last.rank,
+            "lost_steps": last.lost_steps,
+            "lost_seconds": last.lost_seconds,
+            "detail": last.detail,
+            "at": last.at,
+        },
+        "last_restart": None
+        if picture.last_restart is None
+        else {
+            name: getattr(picture.last_restart, name)
+            for name in (
+                "total_s",
+                "detect_s",
+                "stop_s",
+                "wait_s",
+                "launch_s",
+                "init_s",
+                "restore_s",
+                "first_step_s",
+                "warm",
+            )
+        },
+        "nodes": {
+            name: {"connected": node.connected, "devices": list(node.devices), "unhealthy": sorted(node.unhealthy)}
+            for name, node in state.nodes.items()
+        },
+        "ranks": live or {},
+        "notes": [{"level": note.level, "what": note.what, "at": note.at} for note in picture.notes],
+        "outcome": None
+        if state.outcome is None or state.status is not Status.ENDED
+        else {
+            "outcome": state.outcome.outcome,
+            "exit_status": state.outcome.exit_status,
+            "detail": state.outcome.detail,
+            "at": state.outcome.at,
+        },
+        "heartbeat_at": heartbeat_at,
+        "daemon": daemon,
+    }
+
+
+def front_rank(live: Live | None) -> dict[str, Any] | None:
+    """The rank that is furthest; rank 0 where several are, since it is the one that knows the loss."""
+    if not live:
+        return None
+    ranks = sorted(live, key=int)
+    step = max(live[rank]["step"] for rank in ranks)
+    return {**live[ranks[0]], "step": step}
+
+
+def _waste(picture: Picture) -> dict[str, float] | None:
+    estimate, decision = picture.estimate, picture.decision
+    if decision is None or decision.interval_s is None or estimate.stall_s is None:
+        return None
+    expected = interval.waste(
+        decision.interval_s, stall_s=estimate.stall_s, mtbf_s=estimate.mtbf_s, restart_s=estimate.restart_s or 0.0,
+        upload_s=estimate.upload_s or 0.0,
+    )  # fmt: skip
+    return {"save": expected.save, "rework": expected.rework, "restart": expected.restart, "total": expected.total}

@@ -1,0 +1,1 @@
+"""What the daemon shows over HTTP: metrics, the status document, and whether it is well."""
