@@ -18,8 +18,9 @@ import time
 
 import torch
 import torch.distributed as dist
-from ckptd_shim import TrainerShim, contract
 from torch import nn
+
+from ckptd_shim import TrainerShim, contract
 
 
 def rank_main(rank, options, scratch, directory):
@@ -63,7 +64,14 @@ def rank_main(rank, options, scratch, directory):
     if rank == 0:
         # The first round warms caches up.
         write(
-            scratch, {"copy_s": copies[1:], "stall_s": stalls[1:], "commit_s": commits[1:], "first_stall_s": stalls[0], "first_copy_s": copies[0]}
+            scratch,
+            {
+                "copy_s": copies[1:],
+                "stall_s": stalls[1:],
+                "commit_s": commits[1:],
+                "first_stall_s": stalls[0],
+                "first_copy_s": copies[0],
+            },
         )
     if options.ranks > 1:
         dist.barrier()

@@ -17,9 +17,10 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from ckptd_shim import TrainerShim
 from ckptd_shim.contract import ENV_LAUNCH, LaunchContext
-from torch import nn
 
 
 def rank_main(rank, options, scratch):

@@ -4,12 +4,13 @@ import hashlib
 import os
 
 import torch
+from torch.distributed.tensor import DTensor
+
 from ckptd_shim import loading
 from ckptd_shim.checkpoint import Saver, Target
 from ckptd_shim.pulse import ReportWriter
 from ckptd_shim.ranks import Ranks
 from ckptd_shim.state import Position
-from torch.distributed.tensor import DTensor
 
 
 def make_saver(directory, ranks=None, report=None, attempt=1, sequence=0):

@@ -11,6 +11,11 @@ import warnings
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
+from saving import digest
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
 from ckptd_shim import CheckpointError, CheckpointMismatch, GlobalSampler, TrainerShim
 from ckptd_shim.contract import (
     ENV_LAUNCH,
@@ -25,10 +30,6 @@ from ckptd_shim.contract import (
 from ckptd_shim.digest import committed_paths, crc32c_bytes, read_marker, verify_checkpoint
 from ckptd_shim.pulse import read_pulse_file
 from ckptd_shim.shim import parse_interval
-from gloo_ranks import run_ranks
-from saving import digest
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 TOTAL = 12
 
@@ -159,7 +160,7 @@ def test_an_interval_in_steps_commits_each_in_order(tmp_path):
     ]
     assert all(m.comparable and m.global_batch == 8 and m.loss is not None for m in markers)
     assert len({m.run_id for m in markers}) == 1
-    again, started = run(tmp_path, 11)
+    _, started = run(tmp_path, 11)
     assert started == 10
     newest = max((read_marker(path) for path in committed_paths(tmp_path)), key=lambda m: m.sequence)
     assert (newest.sequence, newest.step, newest.attempt, newest.run_id) == (4, 11, 2, markers[0].run_id)
@@ -261,9 +262,8 @@ def test_step_before_resume_and_resume_twice_are_refused():
         shim.resume()
     assert shim.step(samples=5) is False
     assert (shim.global_step, shim.samples_seen, shim.epoch, shim.accumulation_steps) == (1, 5, 0, 1)
-    with pytest.raises(ValueError, match="eval"):
-        with shim.phase("lunch"):
-            pass
+    with pytest.raises(ValueError, match="eval"), shim.phase("lunch"):
+        pass
     shim.close()
 
 
@@ -436,6 +436,7 @@ def test_a_script_that_ends_with_an_exception_ends(tmp_path):
     where = launch(tmp_path, interval_steps=1)
     job = subprocess.run(
         [sys.executable, __file__, "raise"],
+        check=False,
         env=os.environ
         | {ENV_LAUNCH: os.fspath(where / "launch.json"), "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))},
         capture_output=True,

@@ -1,15 +1,18 @@
 """What is captured comes back bit for bit, for the optimizers and wrappers that people use; what does not fit is refused."""
+# ruff: noqa: NPY002  scripts draw from NumPy's global generator
 
 import copy
+import functools
 import random
 
 import numpy as np
 import pytest
 import torch
-from ckptd_shim.errors import CheckpointMismatch
-from ckptd_shim.state import TrainState, canonical_name, derive_seed
 from saving import digest, load, save
 from torch import nn
+
+from ckptd_shim.errors import CheckpointMismatch
+from ckptd_shim.state import TrainState, canonical_name, derive_seed
 
 
 def make_model(seed=0, width=8):
@@ -21,14 +24,14 @@ def train(model, optimizer, steps, seed=7, scheduler=None):
     data = torch.Generator().manual_seed(seed)
     for _ in range(steps):
 
-        def closure():
+        def closure(x):
             optimizer.zero_grad()
             loss = model(x).pow(2).mean()
             loss.backward()
             return loss
 
         x = torch.randn(6, 4, generator=data)
-        optimizer.step(closure)
+        optimizer.step(functools.partial(closure, x))
         if scheduler is not None:
             scheduler.step()
 

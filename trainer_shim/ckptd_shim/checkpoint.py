@@ -307,11 +307,7 @@ class Saver:
 
     def _write_rest(self, job: _Job) -> list[FileDigest]:
         rank = self._ranks.rank
-        with open(os.path.join(job.path, contract.extras_name(rank)), "xb") as file:
-            file.writelines(job.chunks)
-            file.flush()
-            if self.target.durable:
-                os.fsync(file.fileno())
+        extras.write(os.path.join(job.path, contract.extras_name(rank)), job.chunks, durable=self.target.durable)
         names = [name for name in os.listdir(job.path) if name.startswith(f"__{rank}_")]
         names.append(contract.extras_name(rank))
         if rank == 0:

@@ -146,9 +146,8 @@ def dump(tree: Any) -> list[bytes | memoryview]:
     return [MAGIC + _LENGTH.pack(len(header)) + header, *encoder.blobs]
 
 
-def write(path: str | os.PathLike[str], tree: Any, *, durable: bool = True) -> None:
-    """Write `tree` into a new file, on disk when this returns if `durable`. Raises OSError, or TypeError as `dump`."""
-    chunks = dump(tree)
+def write(path: str | os.PathLike[str], chunks: list[bytes | memoryview], *, durable: bool = True) -> None:
+    """Write what `dump` gave into a new file, on disk when this returns if `durable`. Raises OSError."""
     with open(path, "xb") as file:
         file.writelines(chunks)
         file.flush()
