@@ -62,6 +62,8 @@ class Agent:
         self._health: health.Health | None = None
         self._exiting = asyncio.Event()
         self._control_seq = 0
+        self._ended: set[int] = set()
+        """Attempts whose end was told: a stop that crossed that news on the way needs no other answer."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # --- the two threads ---
@@ -178,6 +180,7 @@ class Agent:
 
     async def _forget(self, attempt: Attempt) -> None:
         await attempt.ended.wait()
+        self._ended.add(attempt.number)
         self.attempt = None
 
     def _carry(self, order: Message) -> None:
@@ -233,7 +236,7 @@ class Agent:
     def _stop(self, number: int, *, grace: bool) -> None:
         if self.attempt is not None and self.attempt.number == number:
             self.attempt.stop(grace=grace)
-        else:
+        elif number not in self._ended:
             self._spawn(self._sweep_orphans(number))
 
     async def _sweep_orphans(self, number: int) -> None:

@@ -1,0 +1,88 @@
+"""The job of the system tests: tiny, fast, with dropout and shuffling on, and with faults to order."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from ckptd_shim import GlobalSampler, TrainerShim
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--pause", type=float, default=0.02, help="seconds a step takes besides computing")
+parser.add_argument("--width", type=int, default=32, help="of the hidden layer: size of the checkpoint")
+parser.add_argument("--losses", default="")
+parser.add_argument("--fault", action="append", default=[], help="KIND:STEP[:RANK[:ATTEMPT]], at the end of that step")
+args = parser.parse_args()
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+attempt = int(os.environ.get("CKPTD_ATTEMPT", "1"))
+
+torch.manual_seed(1)
+model = DistributedDataParallel(
+    nn.Sequential(nn.Linear(8, args.width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(args.width, 1))
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + step / 50))
+data = torch.randn(256, 8, generator=torch.Generator().manual_seed(2))
+dataset = TensorDataset(data, data.sum(dim=1, keepdim=True))
+loader = DataLoader(dataset, batch_sampler=GlobalSampler(len(dataset), global_batch=12, seed=3))
+torch.manual_seed(1000 + rank)  # each rank drops out other units
+shim = TrainerShim(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=loader, seed=4)
+shim.resume()
+
+
+def faults(step: int) -> None:
+    for fault in args.fault:
+        kind, at, *rest = fault.split(":")
+        where = int(rest[0]) if rest else 0
+        when = int(rest[1]) if len(rest) > 1 else attempt
+        if step != int(at) or rank != where or attempt != when:
+            continue
+        if kind == "raise":
+            raise RuntimeError(f"planted at step {step}")
+        if kind == "exit0":
+            os._exit(0)
+        if kind == "exit3":
+            sys.exit(3)
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "segv":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if kind == "bus":
+            os.kill(os.getpid(), signal.SIGBUS)
+
+
+while shim.global_step < args.steps and not shim.stopping:
+    for inputs, targets in loader:
+        k = shim.accumulation_steps
+        total = torch.zeros(())
+        for x, y in zip(inputs.chunk(k), targets.chunk(k), strict=True):
+            loss = nn.functional.mse_loss(model(x), y) / k
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+        if args.pause:
+            time.sleep(args.pause)
+        if args.losses and rank == 0:
+            with open(args.losses, "a", encoding="ascii") as file:
+                file.write(f"{shim.global_step + 1} {total.item().hex()}\n")
+        faults(shim.global_step + 1)
+        if shim.step(loss=total) or shim.global_step == args.steps:
+            break
+shim.close()
+dist.destroy_process_group()
