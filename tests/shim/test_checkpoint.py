@@ -358,20 +358,19 @@ def one_rank_fails(rank, world, where):
     model = nn.Linear(4, 4)
     saver = make_saver(where, ranks)
     if rank == 1:
-        # Its file of extras cannot be made: that name is taken the moment the directory exists.
-        write = saver._write_tensors
+        # Its file of extras cannot be made: something takes that name as soon as the tensors are written.
+        rest = saver._write_rest
 
         def blocked(job):
-            metadata = write(job)
             os.mkdir(os.path.join(job.path, "extras_rank1"))
-            return metadata
+            return rest(job)
 
-        saver._write_tensors = blocked
+        saver._write_rest = blocked
     begin_save(saver, TrainState(model=model), 1, ranks)
     saver.wait()
     failed = [saver.outcome.committed, saver.outcome.errno, saver.outcome.error]
     if rank == 1:
-        del saver._write_tensors
+        del saver._write_rest
     begin_save(saver, TrainState(model=model), 2, ranks)
     saver.wait()
     saver.close()

@@ -28,8 +28,8 @@ from ckptd_shim.contract import (
     pulse_name,
 )
 from ckptd_shim.digest import committed_paths, crc32c_bytes, read_marker, verify_checkpoint
+from ckptd_shim.interval import parse_interval
 from ckptd_shim.pulse import read_pulse_file
-from ckptd_shim.shim import parse_interval
 
 TOTAL = 12
 

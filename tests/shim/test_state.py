@@ -12,7 +12,8 @@ from saving import digest, load, save
 from torch import nn
 
 from ckptd_shim.errors import CheckpointMismatch
-from ckptd_shim.state import TrainState, canonical_name, derive_seed
+from ckptd_shim.randomness import derive_seed
+from ckptd_shim.state import TrainState, canonical_name
 
 
 def make_model(seed=0, width=8):
@@ -343,6 +344,7 @@ def test_all_differences_come_at_once(tmp_path):
     ("arguments", "pattern"),
     [
         ({"model": "x"}, "should be a torch.nn"),
+        ({"model": {"a": nn.Identity(), "a.b": nn.Identity()}}, "no dot"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1)}, "belongs to no module"),
         ({"scheduler": 3}, "scheduler 0 should have state_dict"),
         ({"extra": {"ema": 1}}, r"extra\['ema'\] should have state_dict"),
@@ -359,6 +361,26 @@ def test_an_optimizer_with_state_of_no_parameter_is_refused(tmp_path):
     optimizer.state["global"] = {"n": 1}
     with pytest.raises(TypeError, match="'global'"):
         save(tmp_path, TrainState(model=model, optimizer=optimizer))
+
+
+def test_tensors_under_keys_that_look_alike_are_not_mixed_up(tmp_path):
+    tree = {1: torch.ones(2), "1": torch.zeros(2), "a/b": torch.full((2,), 3.0), "a": {"b": torch.full((2,), 4.0)}}
+
+    class Alike:
+        def __init__(self):
+            self.tree = tree
+
+        def state_dict(self):
+            return self.tree
+
+        def load_state_dict(self, state):
+            self.tree = state
+
+    path = save(tmp_path, TrainState(extra={"x": Alike()}))
+    back = Alike()
+    load(path, TrainState(extra={"x": back}))
+    assert back.tree is not tree
+    assert digest(back.tree) == digest(tree)
 
 
 def test_seeds_differ_by_step_and_rank_and_not_by_process():

@@ -7,26 +7,17 @@ rank goes through the same collectives whatever happens to it: an error is somet
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import os
 import queue
-import shutil
 import threading
 import time
-import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.tensor import DTensor
 
 from ckptd_shim import contract, extras
@@ -34,19 +25,17 @@ from ckptd_shim.contract import FileDigest, Marker, Report
 from ckptd_shim.digest import crc32c_bytes, crc32c_file
 from ckptd_shim.optim_state import describe
 from ckptd_shim.staging import Stager
+from ckptd_shim.writing import check_plan, first_problem, problem_of, remove_partial, write_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable
+
+    from torch.distributed.checkpoint.metadata import Metadata
 
     from ckptd_shim.pulse import ReportWriter
     from ckptd_shim.ranks import Ranks
     from ckptd_shim.state import Position, Snapshot
-
-Problem = dict[str, Any]
-"""What went wrong on a rank, as the others are told: {"error": text, "errno": number or None}."""
-
-# A world of one needs no process group; torch would say so at each save.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    from ckptd_shim.writing import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,64 +73,6 @@ class _Job:
     chunks: list[bytes | memoryview]
     alike: str
     """Digest of the names and shapes of what every rank must hold alike, because rank 0 alone writes it."""
-
-
-class _Planner(DefaultSavePlanner):
-    """Plans by the live tensors, which know how they are sharded, and writes the staged ones."""
-
-    def __init__(self, staged: dict[str, torch.Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._staged = staged
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self._staged[index.fqn]
-
-
-class _Files(FileSystem):
-    """Keeps the first error of the disk: torch's writer turns it into one that has lost the number."""
-
-    error: OSError | None = None
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        files = self
-
-        class Raw(io.FileIO):
-            def write(self, data: Any) -> int:
-                try:
-                    return super().write(data) or 0
-                except OSError as error:
-                    files.error = files.error or error
-                    raise
-
-        with io.BufferedWriter(Raw(path, mode)) as stream:
-            yield stream
-
-
-class _Writer(FileSystemWriter):
-    """torch's writer, which remembers why it failed: what it raises after telling all ranks is only a text."""
-
-    failure: BaseException | None = None
-
-    def __init__(self, path: str, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.fs = self._files = _Files()
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        with self._remembering():
-            return super().write_data(plan, planner)
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        with self._remembering():
-            super().finish(metadata, results)
-
-    @contextlib.contextmanager
-    def _remembering(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self.failure = self._files.error or error
-            raise
 
 
 class Saver:
@@ -262,10 +193,10 @@ class Saver:
                 os.makedirs(self.target.save_dir, exist_ok=True)
                 os.mkdir(job.path)
             except OSError as error:
-                problem = _problem(error)
+                problem = problem_of(error)
         told = self._ranks.exchange({"problem": problem, "alike": job.alike, "stall_s": job.stall_s})
         stalls = [each["stall_s"] for each in told]
-        problem = _first_problem(told)
+        problem = first_problem(told)
         for rank, each in enumerate(told):
             if problem is None and each["alike"] != told[0]["alike"]:
                 text = f"rank {rank} holds other unsharded tensors than rank 0, which would be lost: shard them as DTensors"
@@ -275,35 +206,15 @@ class Saver:
         files: list[FileDigest] = []
         metadata = None
         try:
-            metadata = self._write_tensors(job)
+            metadata = write_tensors(
+                job.path, job.tensors, job.staged, group=self._ranks.group, durable=self.target.durable
+            )
             files = self._write_rest(job)
         except BaseException as error:  # CheckpointException is no Exception
-            problem = _problem(error)
+            problem = problem_of(error)
         told = self._ranks.exchange({"problem": problem, "files": [dataclasses.asdict(each) for each in files]})
         told = [each | {"stall_s": stall} for each, stall in zip(told, stalls, strict=True)]
-        return told, metadata, _first_problem(told)
-
-    def _write_tensors(self, job: _Job) -> Metadata:
-        writer = _Writer(
-            job.path,
-            sync_files=self.target.durable,
-            # With more threads a failed one goes unnoticed; copying ahead is done, and would touch the GPU.
-            thread_count=1,
-            per_thread_copy_ahead=0,
-            overwrite=False,
-        )
-        try:
-            return save_tensors(
-                dict(job.tensors),
-                storage_writer=writer,
-                planner=_Planner(job.staged),
-                process_group=self._ranks.group,
-                no_dist=self._ranks.group is None,
-            )
-        except BaseException:
-            if writer.failure is None:
-                raise
-            raise writer.failure from None
+        return told, metadata, first_problem(told)
 
     def _write_rest(self, job: _Job) -> list[FileDigest]:
         rank = self._ranks.rank
@@ -331,9 +242,9 @@ class Saver:
                 try:
                     facts = self._commit(job, told, metadata)
                 except Exception as error:
-                    problem = _problem(error)
+                    problem = problem_of(error)
             if problem is not None:
-                left = not _remove(job.path)
+                left = not remove_partial(job.path)
         verdict = self._ranks.exchange({"problem": problem})[0]["problem"]
         if verdict is not None:
             self._fail(job, verdict, stall_s=stall_s, left=left)
@@ -399,70 +310,3 @@ class Saver:
                 left=left,
                 **problem,
             )
-
-
-def check_plan(metadata: Metadata, sizes: dict[str, int]) -> None:
-    """Raise ValueError unless every planned chunk of every tensor lies inside a file of `sizes` (bytes by name)."""
-    stored = metadata.storage_data or {}
-    for key, planned in metadata.state_dict_metadata.items():
-        if not isinstance(planned, TensorStorageMetadata):
-            raise ValueError(f"{key} was planned as something else than a tensor")  # noqa: TRY004  not a caller's fault
-        for chunk in planned.chunks:
-            place = stored.get(MetadataIndex(key, chunk.offsets))
-            if place is None:
-                raise ValueError(f"{key} at {list(chunk.offsets)} was planned and not written")
-            size = sizes.get(place.relative_path, -1)
-            if size < place.offset + place.length:
-                raise ValueError(
-                    f"{place.relative_path} has {size} bytes, {key} should end at byte {place.offset + place.length}",
-                )
-
-
-_SHOWN: Final = 500
-
-
-def _problem(error: BaseException) -> Problem:
-    text = str(error)
-    if isinstance(error, CheckpointException):
-        text = "; ".join(f"rank {rank}: {_text(each[0])}" for rank, each in error.failures.items())
-    elif not isinstance(error, OSError):
-        text = _text(error)
-    return {"error": text[:_SHOWN], "errno": _errno(error)}
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-
-
-def _errno(error: BaseException) -> int | None:
-    """The number of the first OSError behind an exception."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        each = pending.pop(0)
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, OSError) and each.errno is not None:
-            return each.errno
-        pending += [each.__cause__, each.__context__]
-        if isinstance(each, CheckpointException):
-            pending += [failure for failure, _ in each.failures.values()]
-    return None
-
-
-def _first_problem(told: list[dict[str, Any]]) -> Problem | None:
-    """The problem to report: one with a number tells most, and the ranks that only heard of it come after."""
-    problems = [each["problem"] | {"rank": rank} for rank, each in enumerate(told) if each["problem"] is not None]
-    if not problems:
-        return None
-    chosen = next((each for each in problems if each["errno"] is not None), problems[0])
-    rank = chosen.pop("rank")
-    return chosen if len(told) == 1 else chosen | {"error": f"rank {rank}: {chosen['error']}"}
-
-
-def _remove(path: str) -> bool:
-    """Remove a partial checkpoint, its marker first. Returns whether it is gone."""
-    contract.unlink_quietly(os.path.join(path, contract.COMMITTED))
-    shutil.rmtree(path, ignore_errors=True)
-    return not os.path.lexists(path)

@@ -11,14 +11,10 @@ import contextlib
 import functools
 import math
 import os
-import re
-import signal
 import sys
-import threading
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,15 +26,16 @@ from ckptd_shim.checkpoint import Saver, Target
 from ckptd_shim.contract import LaunchContext, Phase, Report
 from ckptd_shim.errors import CheckpointError
 from ckptd_shim.extras import dump
+from ckptd_shim.interval import parse_interval
 from ckptd_shim.pulse import PulseWriter, ReportWriter
 from ckptd_shim.ranks import Ranks
 from ckptd_shim.sampler import accumulation_steps
 from ckptd_shim.schedule import Schedule
+from ckptd_shim.sigterm import Sigterm
 from ckptd_shim.state import Position, TrainState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
+    from collections.abc import Iterator, Mapping
 
 _AGREEMENT_TIMEOUT: Final = timedelta(minutes=30)
 """How far apart ranks may come to an agreed step; a hang is noticed by the heartbeat, long before."""
@@ -47,8 +44,6 @@ _SAVER_TIMEOUT: Final = timedelta(hours=2)
 _EXIT_WAIT_S: Final = 10.0
 """How long a script that ended without `close` waits for a save in flight."""
 _SMOOTHING: Final = 0.1
-
-_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 class TrainerShim:
@@ -126,7 +121,7 @@ class TrainerShim:
         self._loss: float | None = None
         self._loss_copy: torch.Tensor | None = None
         self._loss_ready: Any = None
-        self._sigterm: _Sigterm | None = None
+        self._sigterm: Sigterm | None = None
 
         launch = self._launch
         self._pulse = PulseWriter(
@@ -147,7 +142,7 @@ class TrainerShim:
             on_ignored=self._ignored,
         )
         self._state.seed_loader(seed, 0, self.rank)
-        self._sigterm = _Sigterm.install()
+        self._sigterm = Sigterm.install()
         # Weakly: a shim that the script has dropped need not live until the end.
         self._at_exit = functools.partial(_leave, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -424,27 +419,6 @@ class TrainerShim:
         self._report.write(Report.CONTROL_IGNORED, why=why)
 
 
-def parse_interval(interval: float | str | Mapping[str, int] | None) -> tuple[float | None, int | None]:
-    """(seconds, steps) of `interval=`, at most one of which is not None. Raises ValueError or TypeError."""
-    if interval is None:
-        return None, None
-    if isinstance(interval, int | float) and not isinstance(interval, bool):
-        seconds: float | None = float(interval)
-    elif isinstance(interval, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*", interval)
-        seconds = float(match[1]) * _UNITS[match[2]] if match else None
-    elif isinstance(interval, Mapping) and set(interval) == {"steps"}:
-        steps = interval["steps"]
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"interval={interval!r}: steps should be 1 or more")
-        return None, steps
-    else:
-        raise TypeError(f'interval={interval!r} should be seconds, a duration such as "10m", or {{"steps": 500}}')
-    if seconds is None or not math.isfinite(seconds) or seconds <= 0:
-        raise ValueError(f'interval={interval!r} should be a positive duration such as "30s", "10m" or "2h"')
-    return seconds, None
-
-
 def _next_attempt(directory: str) -> int:
     """A number above that of every attempt that has left a directory here, so that none is written twice."""
     try:
@@ -460,33 +434,3 @@ def _leave(reference: weakref.ref[TrainerShim]) -> None:
     if shim is not None and shim._saver is not None:
         with contextlib.suppress(Exception):
             shim._saver.wait(_EXIT_WAIT_S)
-
-
-class _Sigterm:
-    """Turns SIGTERM into a wish to stop at the next agreed step, where the script has no handler of its own."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._pid = os.getpid()
-
-    @classmethod
-    def install(cls) -> _Sigterm | None:
-        if (
-            threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        ):
-            return None
-        handler = cls()
-        signal.signal(signal.SIGTERM, handler)
-        return handler
-
-    def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
-            # A forked child, a loader's worker perhaps: it must die of the signal as ever.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-        self.asked = True
-
-    def remove(self) -> None:
-        if signal.getsignal(signal.SIGTERM) is self and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptd_shim.state import Snapshot, map_tensors
+from ckptd_shim.trees import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ckptd_shim.state import Snapshot
 
 Shape = tuple[torch.Size, torch.dtype, bool]
 

@@ -11,12 +11,9 @@ Put back in this order: model and optimizers, then schedulers (their constructor
 
 from __future__ import annotations
 
-import hashlib
-import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,10 +22,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ckptd_shim import randomness
 from ckptd_shim.optim_state import NamedOptimizer, Names, Schema, describe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from ckptd_shim.trees import join_dtensors, split_dtensors
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """Attribute names that torch.compile and activation checkpointing put into a parameter's name."""
@@ -113,7 +109,7 @@ class TrainState:
         self.dataloader = dataloader
         self.sampler = _sampler_of(dataloader)
         self.loader_kind = _loader_kind(dataloader, self.sampler)
-        self.devices = _cuda_devices(names)
+        self.devices = randomness.cuda_devices(names)
         self._generator = torch.Generator()
 
     # --- capturing --------------------------------------------------------------------------------------------------
@@ -133,7 +129,7 @@ class TrainState:
             optimizers.append(rest)
         extra = {}
         for name, each in self.extra.items():
-            extra[name], found = _split(each.state_dict(), f"extra.{name}")
+            extra[name], found = split_dtensors(each.state_dict(), f"extra.{name}")
             tensors.update(found)
         loader = self._loader_state()
         tree = {
@@ -149,7 +145,7 @@ class TrainState:
                 "extra": extra,
                 "loader_kind": self.loader_kind,
             },
-            "rank": {"loader": loader, "random": self._random_state(), "buffers": buffers},
+            "rank": {"loader": loader, "random": randomness.capture(self.devices), "buffers": buffers},
         }
         return Snapshot(tensors=tensors, tree=tree)
 
@@ -181,15 +177,6 @@ class TrainState:
             return self.sampler.state_dict()
         return None if self.loader_kind is None else self.dataloader.state_dict()
 
-    def _random_state(self) -> dict[str, Any]:
-        numpy = sys.modules.get("numpy")
-        return {
-            "python": random.getstate(),
-            "numpy": None if numpy is None else numpy.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "cuda": [torch.cuda.get_rng_state(device) for device in self.devices],
-        }
-
     # --- restoring --------------------------------------------------------------------------------------------------
 
     def differences(self, saved: Mapping[str, Any], *, seed: int, same_world: bool) -> list[str]:
@@ -215,7 +202,7 @@ class TrainState:
         lines += _compare_keys("extra", shared["extra"], self.extra)
         sharded: Schema = {}
         for name in self.extra.keys() & shared["extra"].keys():
-            found = _split(self.extra[name].state_dict(), f"extra.{name}")[1]
+            found = split_dtensors(self.extra[name].state_dict(), f"extra.{name}")[1]
             sharded.update({key: describe(tensor) for key, tensor in found.items()})
         lines += _compare_schemas(
             {key: value for key, value in shared["schema"].items() if key.startswith("extra.")}, sharded
@@ -251,7 +238,7 @@ class TrainState:
         for each, then in zip(self.optimizers, shared["optimizers"], strict=True):
             result.update(each.destinations(then, shared["schema"]))
         for name, each in self.extra.items():
-            result.update(_split(each.state_dict(), f"extra.{name}")[1])
+            result.update(split_dtensors(each.state_dict(), f"extra.{name}")[1])
         return result
 
     def restore(self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, same_world: bool) -> None:
@@ -282,7 +269,7 @@ class TrainState:
         if self.scaler is not None:
             self.scaler.load_state_dict(shared["scaler"][1])
         for name, each in self.extra.items():
-            each.load_state_dict(_join(shared["extra"][name], tensors))
+            each.load_state_dict(join_dtensors(shared["extra"][name], tensors))
         if self.loader_kind == "position":
             # The sampler has run ahead of training by what the loader had prefetched; the counters have not.
             self.sampler.set_position(position.samples)
@@ -292,9 +279,9 @@ class TrainState:
             self.dataloader.load_state_dict(own["loader"])
         self.seed_loader(position.seed, position.step, self.rank)
         if same_world:
-            self._restore_random(own["random"])
+            randomness.restore(own["random"], self.devices)
         else:
-            seed_everything(self.devices, position.seed, position.step, self.rank)
+            randomness.reseed(self.devices, position.seed, position.step, self.rank)
 
     def seed_loader(self, seed: int, step: int, rank: int) -> None:
         """Give a DataLoader that reads through our sampler its own generator.
@@ -308,34 +295,7 @@ class TrainState:
         if loader.generator is None:
             loader.generator = self._generator
         if loader.generator is self._generator:
-            self._generator.manual_seed(derive_seed("loader", seed, step, rank))
-
-    def _restore_random(self, saved: Mapping[str, Any]) -> None:
-        random.setstate(saved["python"])
-        if saved["numpy"] is not None:
-            import numpy  # noqa: ICN001  only where the saving script had it loaded
-
-            numpy.random.set_state(saved["numpy"])  # noqa: NPY002  the global generator is what scripts draw from
-        torch.set_rng_state(saved["torch"])
-        for device, state in zip(self.devices, saved["cuda"], strict=False):
-            torch.cuda.set_rng_state(state, device)
-
-
-def derive_seed(*parts: object) -> int:
-    """A seed of 63 bits from `parts`, the same in every process and version of Python."""
-    digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-def seed_everything(devices: list[torch.device], seed: int, step: int, rank: int) -> None:
-    """Begin all random generators anew, differently for each step and rank."""
-    random.seed(derive_seed("python", seed, step, rank))
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(derive_seed("numpy", seed, step, rank) % 2**32)
-    torch.default_generator.manual_seed(derive_seed("torch", seed, step, rank))
-    for i, device in enumerate(devices):
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(derive_seed("cuda", i, seed, step, rank))
+            self._generator.manual_seed(randomness.derive_seed("loader", seed, step, rank))
 
 
 def canonical_name(model: nn.Module, name: str) -> str:
@@ -361,6 +321,8 @@ def _modules(model: Any) -> dict[str, nn.Module]:
     if isinstance(model, nn.Module):
         return {"": model}
     named = model if isinstance(model, Mapping) else dict(enumerate(_listed(model)))
+    if dotted := [name for name in named if "." in str(name)]:
+        raise ValueError(f"the name of a model may hold no dot: {', '.join(map(repr, dotted))}")
     return {f"{name}.": _of_type(module, nn.Module, f"model {name!r}") for name, module in named.items()}
 
 
@@ -400,80 +362,12 @@ def _loader_kind(dataloader: Any, sampler: Any) -> str | None:
     return "loader" if _is_stateful(dataloader) else None
 
 
-def _cuda_devices(names: Names) -> list[torch.device]:
-    """The CUDA devices of this rank, its current one first: states are kept in this order, not by number."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return []
-    used = {param.device.index for param in names if param.device.type == "cuda"}
-    current = torch.cuda.current_device()
-    return [torch.device("cuda", index) for index in (current, *sorted(used - {current}))]
-
-
 def _class(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _words(names: list[str]) -> str:
     return ", ".join(names) or "none"
-
-
-# --- trees ------------------------------------------------------------------------------------------------------------
-
-
-def _split(tree: Any, where: str) -> tuple[Any, dict[str, DTensor]]:
-    """(the tree with a note in place of each DTensor, the DTensors by key)."""
-    found: dict[str, DTensor] = {}
-
-    def visit(value: Any, path: str) -> Any:
-        if isinstance(value, DTensor):
-            found[path] = value
-            return {"$dtensor": path}
-        if type(value) in (list, tuple):
-            return type(value)(visit(item, f"{path}.{i}") for i, item in enumerate(value))
-        if isinstance(value, dict) and any(isinstance(leaf, DTensor) for leaf in _leaves(value)):
-            return {key: visit(item, f"{path}.{key}") for key, item in value.items()}
-        return value
-
-    return visit(tree, where), found
-
-
-def _leaves(value: Any) -> Any:
-    if isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
-def _join(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Undo `_split`."""
-    if type(tree) is dict:
-        if tree.keys() == {"$dtensor"}:
-            return tensors[tree["$dtensor"]]
-        return {key: _join(value, tensors) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_join(item, tensors) for item in tree)
-    return tree
-
-
-def map_tensors(tree: Any, function: Callable[[str, torch.Tensor], torch.Tensor], where: str = "") -> Any:
-    """A copy of `tree` with `function(path, tensor)` in place of each tensor: containers are new, leaves are shared."""
-    if isinstance(tree, torch.Tensor):
-        return function(where, tree)
-    kind = type(tree)
-    if kind in (list, tuple):
-        return kind(map_tensors(item, function, f"{where}/{i}") for i, item in enumerate(tree))
-    if isinstance(tree, dict):
-        copy = tree.copy()
-        for key, value in tree.items():
-            copy[key] = map_tensors(value, function, f"{where}/{key}")
-        return copy
-    if kind.__name__ == "ndarray" or kind in (set, bytearray):
-        return tree.copy()
-    return tree
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
