@@ -330,7 +330,13 @@ class Daemon:
         if previous is not None:
             await previous.channel.close()
         acknowledged = self._ledger.acknowledged(node, agent_id)
-        channel.send({"type": "welcome", "settings": orders.settings(self.spec), "acknowledged": acknowledged})
+        channel.send(
+            {
+                "type": "welcome",
+                "settings": orders.settings(self.spec, len(hello.get("devices", []))),
+                "acknowledged": acknowledged,
+            }
+        )
         self._lost_contact.pop(node, None)
         self._starts[node] = 0
         self._control = None  # whatever it says now, say it to this agent

@@ -16,14 +16,24 @@ from ckptd.rundir import RunDir
 MIN_DRAIN_S = 120.0
 
 
-def settings(spec: JobSpec) -> Message:
-    """What an agent needs to know as soon as it dials in."""
+def settings(spec: JobSpec, devices: int = 0) -> Message:
+    """What an agent of a node with so many devices needs to know as soon as it dials in."""
+    script = spec.script_path
     return {
         "tiers": [_tier(spec, tier) for tier in spec.checkpoint.tiers],
         "health_command": spec.health.command,
         "health_interval_s": spec.health.interval,
         "stop_grace_s": spec.restart.stop_grace,
         "orphan_timeout_s": spec.cluster.orphan_timeout,
+        "warm": {
+            "python": spec.python_path,
+            "env": _environment(spec, devices),
+            "cwd": str(spec.workdir_path),
+            "path": str(script.parent) if script is not None else str(spec.workdir_path),
+            "preload": list(spec.restart.preload),
+        }
+        if spec.restart.warm
+        else None,
     }
 
 
@@ -61,7 +71,7 @@ def launch(spec: JobSpec, run_dir: RunDir, run_id: str, picture: Picture, node: 
         "ranks": list(range(first_rank, first_rank + len(devices))),
         "devices": devices,
         "argv": [spec.python_path, "-u", "-m", "ckptd_shim.launch", "--", *spec.command],
-        "env": _environment(spec, len(devices)),
+        "env": _environment(spec, len(state.nodes[node].devices)),
         "context": {
             "run_id": run_id,
             "run_name": spec.name,
@@ -83,7 +93,7 @@ def launch(spec: JobSpec, run_dir: RunDir, run_id: str, picture: Picture, node: 
     }
 
 
-def _environment(spec: JobSpec, workers: int) -> dict[str, str]:
+def _environment(spec: JobSpec, devices: int) -> dict[str, str]:
     """Variables that every worker should have, under what job.yaml and the daemon's own environment say."""
     defaults = {
         "PYTHONUNBUFFERED": "1",
@@ -92,7 +102,7 @@ def _environment(spec: JobSpec, workers: int) -> dict[str, str]:
         # A single machine talks to itself: gloo need not guess an address from the host's name.
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    if workers > 1:
+    if devices > 1:
         defaults["OMP_NUM_THREADS"] = "1"  # as torchrun does, so that workers do not fight for cores
     return {key: value for key, value in defaults.items() if key not in os.environ} | dict(spec.env)
 

@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from ckptd import __version__
 from ckptd.errors import CkptdError
 from ckptd.link import AgentLink, Message
-from ckptd.node import health, processes, tiers
+from ckptd.node import health, processes, tiers, warm
 from ckptd.node.attempt import Attempt, recorded_workers
 from ckptd_shim import contract
 
@@ -39,10 +40,18 @@ class Settings:
     health_interval_s: float
     stop_grace_s: float
     orphan_timeout_s: float
+    warm: warm.Recipe | None = None
 
     @classmethod
     def from_message(cls, data: Message) -> Settings:
-        return cls(**{**data, "tiers": [tiers.Tier.from_dict(t) for t in data["tiers"]]})
+        recipe = data.get("warm")
+        return cls(
+            **{
+                **data,
+                "tiers": [tiers.Tier.from_dict(t) for t in data["tiers"]],
+                "warm": None if recipe is None else warm.Recipe.from_message(recipe),
+            }
+        )
 
 
 class Agent:
@@ -62,6 +71,7 @@ class Agent:
         self._health: health.Health | None = None
         self._exiting = asyncio.Event()
         self._control_seq = 0
+        self._warmth: warm.Warmth | None = None
         self._ended: set[int] = set()
         """Attempts whose end was told: a stop that crossed that news on the way needs no other answer."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -79,9 +89,12 @@ class Agent:
         # The hello must not wait for torch: it is imported here while the daemon asks its first questions.
         from ckptd.node import elastic
 
+        warm.become_subreaper()
         elastic.warm_up()
         while (order := self._orders.get()) is not None:
             self._carry(order)
+        if self._warmth is not None:
+            self._warmth.close()
         thread.join(timeout=5.0)
 
     def _run_loop(self) -> None:
@@ -127,6 +140,7 @@ class Agent:
         kind = order["type"]
         if kind == "welcome":
             self.settings = Settings.from_message(order["settings"])
+            self._kindle()
         elif kind == "launch":
             self._launch(order)
         elif kind == "stop":
@@ -154,6 +168,17 @@ class Agent:
         if not task.cancelled() and task.exception() is not None:
             log.error("an order failed", exc_info=task.exception())
 
+    def _kindle(self) -> None:
+        """Have torch imported, where workers will be forked, before there is anything to launch."""
+        assert self.settings is not None
+        recipe = self.settings.warm
+        if self._warmth is not None and self._warmth.recipe != recipe:
+            self._warmth.close()
+            self._warmth = None
+        if recipe is not None and self._warmth is None:
+            self._warmth = warm.Warmth(recipe)
+            self._warmth.kindle()
+
     # --- orders ---
 
     def _launch(self, order: Message) -> None:
@@ -172,6 +197,7 @@ class Agent:
             ranks=[int(rank) for rank in order["ranks"]],
             emit=self._link.event,
             release=lambda: None,
+            spare=self._own_children,
             stop_grace_s=self.settings.stop_grace_s,
         )
         self.attempt = attempt
@@ -191,10 +217,10 @@ class Agent:
         if attempt is None:
             return
 
-        def on_started(pids: dict[int, int]) -> None:
+        def on_started(pids: dict[int, int], warm: bool) -> None:
             mono = time.monotonic()
             fds = {rank: os.pidfd_open(pid) for rank, pid in pids.items()}
-            self._loop.call_soon_threadsafe(attempt.started, pids, fds, mono)
+            self._loop.call_soon_threadsafe(attempt.started, pids, fds, mono, warm)
 
         try:
             context = contract.LaunchContext.from_json(json.dumps(order["context"]), where="launch order")
@@ -206,7 +232,8 @@ class Agent:
             agent = elastic.make_agent(
                 run_id=self.run_id, attempt=attempt.number, host=order["host"], store=store,
                 node_rank=int(order["node_rank"]), nodes=int(order["nodes"]), argv=list(order["argv"]),
-                environments=self._environments(order, launch_file), directory=attempt.directory, on_started=on_started,
+                environments=self._environments(order, launch_file), directory=attempt.directory, warmth=self._warmth,
+                on_started=on_started,
             )  # fmt: skip
         except Exception as error:
             log.exception("attempt %d cannot be launched", attempt.number)
@@ -242,10 +269,16 @@ class Agent:
     async def _sweep_orphans(self, number: int) -> None:
         """End the workers of an attempt that an earlier agent of this node launched."""
         directory = os.path.join(self.run_dir, "attempts", contract.attempt_dirname(number))
-        swept = await asyncio.to_thread(processes.sweep, self.run_id, number, recorded_workers(directory))
+        swept = await asyncio.to_thread(
+            processes.sweep, self.run_id, number, recorded_workers(directory), spare=self._own_children()
+        )
         named = [{"pid": p.pid, "name": swept.names.get(p.pid, "?"), "seconds": swept.seconds} for p in swept.killed]
         stuck = [{"pid": p.pid, "name": swept.names.get(p.pid, "?")} for p in swept.unkillable]
         self._link.event("attempt_ended", attempt=number, leftovers=named, unkillable=stuck)
+
+    def _own_children(self) -> Collection[int]:
+        server = self._warmth.pid if self._warmth is not None else None
+        return () if server is None else (server,)
 
     def _control(self, order: Message) -> None:
         document = order["document"]

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,8 @@ class Attempt:
     ranks: list[int]
     emit: Emit
     release: Callable[[], None]
+    spare: Callable[[], Collection[int]] = tuple
+    """Pids of the agent's own children, which are no part of any attempt."""
     stop_grace_s: float = 3.0
     workers: dict[int, Process] = field(default_factory=dict)
     exits: dict[int, Exit] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class Attempt:
 
     # --- beginning ---
 
-    def started(self, pids: dict[int, int], pidfds: dict[int, int], mono: float) -> None:
+    def started(self, pids: dict[int, int], pidfds: dict[int, int], mono: float, warm: bool = False) -> None:
         """The workers exist: rank -> pid, and an open pidfd for each, which this object closes."""
         for rank, pid in pids.items():
             # A worker that is dead already is a zombie until elastic reaps it, so its start time can be read.
@@ -79,7 +81,7 @@ class Attempt:
         document = {str(r): {"pid": p.pid, "start_time": p.start_time} for r, p in self.workers.items()}
         with contextlib.suppress(OSError):  # a full disk: the mark in the environment still finds them
             contract.write_atomically(os.path.join(self.directory, WORKERS_FILE), json.dumps(document).encode())
-        self.emit("workers_started", attempt=self.number, mono=mono, workers=document, warm=False)
+        self.emit("workers_started", attempt=self.number, mono=mono, workers=document, warm=warm)
         loop = asyncio.get_running_loop()
         for rank, fd in pidfds.items():
             loop.add_reader(fd, self._on_exit, rank, fd)
@@ -210,7 +212,9 @@ class Attempt:
             for rank in self._killing:
                 self._signal_session(self.workers[rank], signal.SIGTERM)
             await asyncio.to_thread(processes.wait_gone, [self.workers[r] for r in self._killing], grace)
-        swept = await asyncio.to_thread(processes.sweep, self.run_id, self.number, list(self.workers.values()))
+        swept = await asyncio.to_thread(
+            processes.sweep, self.run_id, self.number, list(self.workers.values()), spare=self.spare()
+        )
         deadline = time.monotonic() + 2.0
         while len(self.exits) < len(self.workers) and time.monotonic() < deadline and not swept.unkillable:
             await asyncio.sleep(0.002)  # the loop still has to hear of the last deaths

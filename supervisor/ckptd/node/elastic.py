@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from ckptd.node.warm import Cold, PartlyForked, Warmth
 from ckptd_shim import contract
 
+log = logging.getLogger(__name__)
+
 STORE_TIMEOUT = timedelta(minutes=5)
-MONITOR_INTERVAL_S = 0.05
+MONITOR_INTERVAL_S = 0.02
+_ELASTIC_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def open_store(host: str) -> TCPStore:
@@ -104,29 +110,139 @@ class AttemptLogs(LogsSpecs):
         return LogsDest(files(contract.stdout_name), files(contract.stderr_name), {}, {}, errors)
 
 
+class WarmContext(PContext):
+    """Workers that were forked from the forkserver, as elastic wants to see processes: they are our children too."""
+
+    def __init__(self, pids: dict[int, int], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._pids = pids
+        self._exitcodes: dict[int, int] = {}
+
+    def _start(self) -> None:
+        """They run already."""
+
+    def pids(self) -> dict[int, int]:
+        return self._pids
+
+    def _poll(self) -> RunProcsResult | None:
+        for local, pid in self._pids.items():
+            if local in self._exitcodes:
+                continue
+            try:
+                done, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                done, status = pid, signal.SIGKILL  # reaped by a sweep
+            if done:
+                self._exitcodes[local] = os.waitstatus_to_exitcode(status)
+        failures = {
+            local: ProcessFailure(local, self._pids[local], code, self.error_files[local])
+            for local, code in self._exitcodes.items()
+            if code
+        }
+        if not failures and len(self._exitcodes) < len(self._pids):
+            return None
+        finished = RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
+        if not failures:
+            finished.return_values = dict.fromkeys(self._pids)
+        return finished
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:  # noqa: ARG002
+        """Reap what is left to reap; whoever released the agent has ended everybody."""
+        self._poll()
+
+
 class AttemptAgent(LocalElasticAgent):
-    """A LocalElasticAgent whose stopping is ours.
+    """A LocalElasticAgent whose starting may be warm, and whose stopping is ours.
 
     Elastic stops survivors with SIGTERM and a fixed grace of 30 s as soon as it sees a death. Here it sees one only
     after `release` is set: by then whoever watches the workers has ended all of them, and elastic merely reaps.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, *, on_started: Callable[[dict[int, int]], None]) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: LogsSpecs,
+        *,
+        warmth: Warmth | None,
+        on_started: Callable[[dict[int, int], bool], None],
+    ) -> None:
         super().__init__(spec, logs, start_method="spawn", exit_barrier_timeout=0)
+        self._warmth = warmth
         self._on_started = on_started
         self.release = threading.Event()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # Elastic installs handlers that raise in the main thread; the node agent's own handlers come back at once.
-        kept = {
-            number: signal.getsignal(number)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-        }
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        kept = {number: signal.getsignal(number) for number in _ELASTIC_SIGNALS}
+        started: dict[int, Any] | None = None
+        if self._warmth is not None:
+            try:
+                started = self._start_warm(worker_group, self._warmth)
+            except PartlyForked as error:
+                _end_now(error.pids)
+                log.warning("cold start: %s", error)
+            except Cold as error:
+                log.warning("cold start: %s", error)
+        warm = started is not None
+        if started is None:
+            started = super()._start_workers(worker_group)
         for number, handler in kept.items():
             signal.signal(number, handler)
-        self._on_started({worker_group.workers[local].global_rank: pid for local, pid in started.items()})
+        self._on_started({worker_group.workers[local].global_rank: pid for local, pid in started.items()}, warm)
         return started
+
+    def _start_warm(self, worker_group: WorkerGroup, warmth: Warmth) -> dict[int, Any]:
+        """As `LocalElasticAgent._start_workers`, with a fork in place of an exec."""
+        spec = worker_group.spec
+        environments = {
+            worker.local_rank: self._elastic_environment(worker_group, worker) for worker in worker_group.workers
+        }
+        script = list(spec.args)[list(spec.args).index("--") + 1 :]
+        context = WarmContext(
+            {},
+            name=spec.role,
+            entrypoint=spec.entrypoint,
+            args={local: tuple(script) for local in environments},
+            envs=environments,
+            logs_specs=self._logs_specs,
+        )
+        orders = [
+            {
+                "argv": script,
+                "env": {**os.environ, **environments[local]},
+                "cwd": os.getcwd(),
+                "stdout": context.stdouts[local],
+                "stderr": context.stderrs[local],
+            }
+            for local in sorted(environments)
+        ]
+        context._pids.update(enumerate(warmth.fork(orders)))
+        self._pcontext = context
+        context.start()
+        return dict(context.pids())
+
+    @staticmethod
+    def _elastic_environment(group: WorkerGroup, worker: Worker) -> dict[str, str]:
+        """The variables that torchrun gives a worker."""
+        spec = group.spec
+        return {
+            "LOCAL_RANK": str(worker.local_rank),
+            "RANK": str(worker.global_rank),
+            "GROUP_RANK": str(group.group_rank),
+            "ROLE_RANK": str(worker.role_rank),
+            "ROLE_NAME": spec.role,
+            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+            "WORLD_SIZE": str(worker.world_size),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if not self.release.is_set():
@@ -141,6 +257,12 @@ class AttemptAgent(LocalElasticAgent):
         """Nobody waits for other nodes here: the daemon knows when all of them have finished."""
 
 
+def _end_now(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def make_agent(
     *,
     run_id: str,
@@ -152,7 +274,8 @@ def make_agent(
     argv: list[str],
     environments: dict[int, dict[str, str]],
     directory: str,
-    on_started: Callable[[dict[int, int]], None],
+    warmth: Warmth | None,
+    on_started: Callable[[dict[int, int], bool], None],
 ) -> AttemptAgent:
     """Build the agent of one attempt on this node; `environments` has one entry for each local rank."""
     spec = WorkerSpec(
@@ -168,12 +291,9 @@ def make_agent(
         master_addr=host,
         master_port=store.port,
     )
-    return AttemptAgent(spec, AttemptLogs(directory, environments), on_started=on_started)
+    return AttemptAgent(spec, AttemptLogs(directory, environments), warmth=warmth, on_started=on_started)
 
 
 def warm_up() -> None:
     """Import, while idle, what torch's logging pulls in when it first logs a failure (a second or two)."""
-    begun = time.monotonic()
     import torch._dynamo  # noqa: F401
-
-    _ = time.monotonic() - begun

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptd.errors import LaunchError
+from ckptd.node.processes import HELPER_MARK
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +114,7 @@ async def _run_command(command: list[str], indices: list[int]) -> Health:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
+            env={**os.environ, HELPER_MARK[0]: HELPER_MARK[1]},
         )
     except OSError as error:
         return Health(detail=f"health.command `{shown}` cannot be started: {error}")

@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ckptd_shim import contract
@@ -28,6 +28,7 @@ class Stat:
 
     name: str
     state: str
+    parent: int
     session: int
     start_time: int
 
@@ -41,7 +42,13 @@ def read_stat(pid: int) -> Stat | None:
         return None
     head, _, tail = text.rpartition(")")
     fields = tail.split()
-    return Stat(name=head.partition("(")[2], state=fields[0], session=int(fields[3]), start_time=int(fields[19]))
+    return Stat(
+        name=head.partition("(")[2],
+        state=fields[0],
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        start_time=int(fields[19]),
+    )
 
 
 def identify(pid: int) -> Process | None:
@@ -56,27 +63,44 @@ def alive(process: Process) -> bool:
     return stat is not None and stat.start_time == process.start_time and stat.state not in "ZX"
 
 
-def members(run_id: str, attempt: int, workers: Iterable[Process]) -> list[Process]:
-    """Every living process of an attempt: the workers, their sessions, and what carries the attempt's mark.
+FORKSERVER_MARK = "forkserver"
+"""Value of `CKPTD_ATTEMPT` in a forkserver's environment, which is what /proc shows of everything forked from it."""
+HELPER_MARK = ("CKPTD_ROLE", "helper")
+"""In the environment of children that the agent runs for itself."""
 
-    A child that made its own session is found by `CKPTD_RUN_ID` and `CKPTD_ATTEMPT` in the environment it began with.
+
+def members(
+    run_id: str, attempt: int, workers: Iterable[Process], *, spare: Collection[int] | None = None
+) -> list[Process]:
+    """Every living process of an attempt: the workers, their sessions, what carries its mark, and orphans of those.
+
+    A child that made its own session is found by `CKPTD_RUN_ID` and `CKPTD_ATTEMPT` in the environment it began with,
+    or because it became a child of this process (a subreaper) when its parent died. `spare`: pids of this process's
+    own children, to leave alone; None: this process is no subreaper, none of its children are looked at.
     """
-    marks = (f"{contract.ENV_RUN_ID}={run_id}".encode(), f"{contract.ENV_ATTEMPT}={attempt}".encode())
+    run_mark = f"{contract.ENV_RUN_ID}={run_id}".encode()
+    attempt_marks = {f"{contract.ENV_ATTEMPT}={name}".encode() for name in (attempt, FORKSERVER_MARK)}
+    helper_mark = "=".join(HELPER_MARK).encode()
     leaders = {worker.pid: worker.start_time for worker in workers}
     me = os.getpid()
     found: list[Process] = []
     for entry in os.listdir("/proc"):
-        if not entry.isdecimal() or (pid := int(entry)) == me:
+        if not entry.isdecimal() or (pid := int(entry)) == me or (spare and pid in spare):
             continue
         stat = read_stat(pid)
         if stat is None or stat.state in "ZX":
             continue
-        # A pid cannot be given out again while a session of that number lives, so the session is the worker's own
-        # unless its number was free in between: then the newcomer began after every worker, and lacks the mark.
         ours = leaders.get(pid) == stat.start_time
+        # A pid is not given out again while a session of that number lives: the session is the worker's own unless
+        # its leader is somebody else by now.
         in_session = stat.session in leaders and _leads(stat.session, leaders[stat.session])
-        if ours or in_session or _marked(pid, marks):
-            found.append(Process(pid, stat.start_time))
+        if not ours and not in_session:
+            environment = _environment(pid)
+            marked = run_mark in environment and bool(attempt_marks & environment)
+            adopted = spare is not None and stat.parent == me and helper_mark not in environment
+            if not marked and not adopted:
+                continue
+        found.append(Process(pid, stat.start_time))
     return found
 
 
@@ -86,13 +110,13 @@ def _leads(session: int, start_time: int) -> bool:
     return leader is None or leader.start_time == start_time
 
 
-def _marked(pid: int, marks: tuple[bytes, bytes]) -> bool:
+def _environment(pid: int) -> set[bytes]:
+    """The variables that a process began with; empty where they may not be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            environment = file.read().split(b"\0")
+            return set(file.read().split(b"\0"))
     except OSError:
-        return False
-    return all(mark in environment for mark in marks)
+        return set()
 
 
 def send(process: Process, number: signal.Signals) -> None:
@@ -144,7 +168,14 @@ class Swept:
     seconds: float
 
 
-def sweep(run_id: str, attempt: int, workers: Iterable[Process], *, timeout: float = 10.0) -> Swept:
+def sweep(
+    run_id: str,
+    attempt: int,
+    workers: Iterable[Process],
+    *,
+    spare: Collection[int] | None = None,
+    timeout: float = 10.0,
+) -> Swept:
     """SIGKILL everything that is left of an attempt and verify that it is gone.
 
     Repeats until a look finds nothing, since a process may have forked while it was being killed; gives up on what
@@ -156,7 +187,7 @@ def sweep(run_id: str, attempt: int, workers: Iterable[Process], *, timeout: flo
     names: dict[int, str] = {}
     left: list[Process] = []
     while True:
-        found = members(run_id, attempt, workers)
+        found = members(run_id, attempt, workers, spare=spare)
         if not found:
             left = []
             break
@@ -168,4 +199,12 @@ def sweep(run_id: str, attempt: int, workers: Iterable[Process], *, timeout: flo
         left = wait_gone(found, max(0.0, timeout - (time.monotonic() - begun)))
         if time.monotonic() - begun >= timeout:
             break
+    _reap(pid for pid in killed if pid not in {worker.pid for worker in workers})
     return Swept(list(killed.values()), names, left, time.monotonic() - begun)
+
+
+def _reap(pids: Iterable[int]) -> None:
+    """Collect the zombies of adopted orphans; workers are their launcher's to collect."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)

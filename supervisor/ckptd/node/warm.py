@@ -1,0 +1,206 @@
+"""The agent's end of the forkserver: keeps one ready, forks workers from it, and says why when it cannot."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd.node.processes import FORKSERVER_MARK
+from ckptd_shim import contract
+
+READY_TIMEOUT_S = 300.0
+FORK_TIMEOUT_S = 30.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Cold(Exception):
+    """Workers cannot be forked now: why. They are started afresh instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a forkserver is made of; another recipe needs another server."""
+
+    python: str
+    env: tuple[tuple[str, str], ...]
+    """Variables that must stand before torch is imported, on top of the agent's own."""
+    cwd: str
+    path: str | None
+    """Directory that preloaded modules may be found in: the script's."""
+    preload: tuple[str, ...]
+
+    @classmethod
+    def from_message(cls, data: dict[str, Any]) -> Recipe:
+        """As the daemon sends it."""
+        env, preload = tuple(sorted(data["env"].items())), tuple(data["preload"])
+        return cls(python=data["python"], env=env, cwd=data["cwd"], path=data["path"], preload=preload)
+
+
+def become_subreaper() -> None:
+    """Have orphans below this process become its children instead of init's: forked workers, and what they leave."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+class ForkServer:
+    """One forkserver process. `start` returns at once; `fork` waits until it is ready."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = threading.Event()
+        self._why_not: str | None = None
+        self._sources: list[list[Any]] = []
+        self._lines: Any = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None and self._why_not is None
+
+    def start(self) -> None:
+        """Start importing, in the background."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [self.recipe.python, "-u", "-m", "ckptd_shim.forkserver", str(theirs.fileno())],
+                    cwd=self.recipe.cwd,
+                    env={**os.environ, **dict(self.recipe.env), contract.ENV_ATTEMPT: FORKSERVER_MARK},
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                self._why_not = f"the forkserver cannot be started: {error}"
+                self._ready.set()
+                return
+        self._socket = ours
+        self._lines = ours.makefile("rb")
+        threading.Thread(target=self._await_ready, name="forkserver", daemon=True).start()
+
+    def _await_ready(self) -> None:
+        assert self._socket is not None
+        try:
+            self._send({"preload": list(self.recipe.preload), "path": self.recipe.path})
+            answer = json.loads(self._lines.readline() or b"{}")
+        except (OSError, ValueError) as error:
+            answer = {"why": str(error)}
+        if answer.get("type") == "ready":
+            self._sources = answer["sources"]
+        else:
+            self._why_not = str(answer.get("why") or "the forkserver died while it imported torch; see the agent's log")
+        self._ready.set()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._socket is not None
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def outdated(self) -> bool:
+        """Whether the code of a preloaded module has changed since it was imported."""
+        for path, mtime_ns, size in self._sources:
+            try:
+                stat = os.stat(path)
+            except OSError:
+                return True
+            if (stat.st_mtime_ns, stat.st_size) != (mtime_ns, size):
+                return True
+        return False
+
+    def wait_ready(self) -> None:
+        """Raises Cold when this server will not fork, or is not ready in time."""
+        if not self._ready.wait(READY_TIMEOUT_S):
+            raise Cold(f"the forkserver was not ready within {READY_TIMEOUT_S:.0f} s")
+        if self._why_not is not None:
+            raise Cold(self._why_not)
+
+    def fork(self, orders: list[dict[str, Any]]) -> list[int]:
+        """Fork a worker for each order ({argv, env, cwd, stdout, stderr}); returns their pids, children of this process.
+
+        Raises:
+            Cold: the server died or refused; workers that were forked before that are the caller's to end: `pids`.
+        """
+        self.wait_ready()
+        assert self._socket is not None
+        pids: list[int] = []
+        self._socket.settimeout(FORK_TIMEOUT_S)
+        try:
+            for order in orders:
+                self._send(order)
+            for _ in orders:
+                answer = json.loads(self._lines.readline() or b"{}")
+                if answer.get("type") != "forked" or not answer["pid"]:
+                    raise Cold(str(answer.get("why") or "the forkserver died"))
+                pids.append(int(answer["pid"]))
+        except (OSError, ValueError) as error:
+            self._why_not = f"the forkserver does not answer: {error}"
+            raise PartlyForked(self._why_not, pids) from None
+        except Cold as error:
+            self._why_not = str(error)
+            raise PartlyForked(self._why_not, pids) from None
+        return pids
+
+    def close(self) -> None:
+        """End it; workers that it forked live on."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+class PartlyForked(Cold):
+    """The server failed between workers; `pids` are those that exist."""
+
+    def __init__(self, why: str, pids: list[int]) -> None:
+        super().__init__(why)
+        self.pids = pids
+
+
+class Warmth:
+    """Keeps a forkserver of the right recipe at hand."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._server: ForkServer | None = None
+        self.why_cold = ""
+
+    @property
+    def pid(self) -> int | None:
+        return self._server.pid if self._server is not None else None
+
+    def kindle(self) -> None:
+        """Have a server importing or ready, unless one refused already: the next launch must not wait for that again."""
+        server = self._server
+        if server is not None and (server.alive or self.why_cold) and not server.outdated():
+            return
+        if server is not None:
+            server.close()
+        self._server = ForkServer(self.recipe)
+        self._server.start()
+
+    def fork(self, orders: list[dict[str, Any]]) -> list[int]:
+        """Fork workers; raises Cold (or PartlyForked) when they must be started afresh."""
+        self.kindle()
+        assert self._server is not None
+        try:
+            pids = self._server.fork(orders)
+        except Cold as error:
+            self.why_cold = str(error)
+            raise
+        self.why_cold = ""
+        return pids
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
