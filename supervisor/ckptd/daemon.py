@@ -15,14 +15,15 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from ckptd import __version__, link, orders, status
+from ckptd.agents import Agents, Session
 from ckptd.clock import RunClock
 from ckptd.core import events, picture
 from ckptd.core.run import LIVE, Ask, Command, Launch, Record, Status, Steer, Stop, next_deadline
-from ckptd.errors import CkptdError, ExitStatus, LedgerFull
+from ckptd.errors import ExitStatus, LedgerFull
 from ckptd.jobspec import JobSpec
 from ckptd.launchers.base import Launcher
 from ckptd.ledger import Ledger
@@ -35,25 +36,11 @@ log = logging.getLogger(__name__)
 TICK_S = 1.0
 PROGRESS_INTERVAL_S = 60.0
 FIRST_PROGRESS_S = 3.0
-REDIAL_PATIENCE_S = 30.0
-"""How long a living agent may take to dial back before it counts as lost."""
 ASK_AGAIN_S = 2.0
-MAX_AGENT_STARTS = 3
-"""Agents that die before they say hello, in a row, before the run gives up."""
-EXIT_PATIENCE_S = 10.0
 MAX_RECORDS = 100
 """Records in a row that a decision may ask for: more is a loop, which must not fill the disk."""
 
 Observer = Callable[[events.Event], None]
-
-
-@dataclass(kw_only=True)
-class Session:
-    """A connected agent."""
-
-    node: str
-    agent_id: str
-    channel: Channel
 
 
 class Daemon:
@@ -69,22 +56,18 @@ class Daemon:
         self.live: status.Live = {}
         self.observers: list[Observer] = []
         self._ledger = ledger
-        self._launcher = launcher
         self._socket_path = socket_path
         self._unwritten: deque[events.Event] = deque()
-        self._sessions: dict[str, Session] = {}
-        self._said: set[tuple[Any, ...]] = set()
         self._control: contract.Control | None = None
         self._steer: Steer | None = None
         self._wake = asyncio.Event()
-        self._lost_contact: dict[str, float] = {}
-        self._starts: dict[str, int] = {}
         self._live_mono = 0.0
         self._progress_due = 0.0
         self._acting = False
         self._turned = time.monotonic()
         self.web_address: str | None = None
         self._replay()
+        self.agents = Agents(launcher=launcher, run_id=run_id, happened=self.happened, now=self.clock.now)
 
     # --- history and time ---
 
@@ -147,7 +130,7 @@ class Daemon:
                 )
             )  # fmt: skip
             await self._until_ended()
-            await self._dismiss_agents()
+            await self.agents.dismiss()
         finally:
             server.close()
             with contextlib.suppress(OSError):
@@ -167,7 +150,7 @@ class Daemon:
 
     def _tick(self) -> None:
         self._turned = time.monotonic()
-        self._mind_agents()
+        self.agents.mind(self.picture.run)
         self._note_progress()
         if self._unwritten:
             with contextlib.suppress(LedgerFull):
@@ -201,25 +184,14 @@ class Daemon:
     def _carry_out(self, command: Command) -> None:
         match command:
             case Ask(node=node, what=what):
-                self._say(node, ("ask", what), {"type": "ask", "what": what})
+                self.agents.say(node, ("ask", what), {"type": "ask", "what": what})
             case Launch(node=node, attempt=attempt):
                 order = orders.launch(self.spec, self.run_dir, self.run_id, self.picture, node)
-                self._say(node, ("launch", attempt), order)
+                self.agents.say(node, ("launch", attempt), order)
             case Stop(node=node, attempt=attempt, grace=grace):
-                self._say(node, ("stop", attempt), {"type": "stop", "attempt": attempt, "grace": grace})
+                self.agents.say(node, ("stop", attempt), {"type": "stop", "attempt": attempt, "grace": grace})
             case _:
                 pass
-
-    def _say(self, node: str, key: tuple[Any, ...], message: Message) -> None:
-        """Send a message once in a connection."""
-        session = self._sessions.get(node)
-        if session is None or (session.agent_id, id(session), *key) in self._said:
-            return
-        self._said.add((session.agent_id, id(session), *key))
-        session.channel.send(message)
-
-    def _forget_said(self, session: Session, key: tuple[Any, ...]) -> None:
-        self._said.discard((session.agent_id, id(session), *key))
 
     # --- the control file ---
 
@@ -227,7 +199,8 @@ class Daemon:
         """Have the control file say what holds now, where that changed."""
         state = self.picture.run
         node = orders.node_of_rank_zero(state)
-        if state.status not in LIVE or node is None or node not in self._sessions or not state.nodes[node].started:
+        session = None if node is None else self.agents.session(node)
+        if state.status not in LIVE or node is None or session is None or not state.nodes[node].started:
             return
         decision = self.picture.decision
         steer = self._steer
@@ -251,7 +224,7 @@ class Daemon:
             "path": str(self.run_dir.control_path),
             "document": {**self._control.__dict__},
         }
-        self._sessions[node].channel.send(message)
+        session.channel.send(message)
 
     # --- requests ---
 
@@ -318,31 +291,16 @@ class Daemon:
         return {"type": "refused", "why": f"unknown request {what!r}"}
 
     async def _serve_agent(self, channel: Channel, hello: Message) -> None:
-        node, agent_id = str(hello.get("node")), str(hello.get("agent_id"))
-        refusal = self._refuse(hello, node)
-        if refusal is not None:
-            channel.send({"type": "refused", "why": refusal})
-            await channel.flush()
+        session = await self.agents.admit(channel, hello)
+        if session is None:
             return
-        session = Session(node=node, agent_id=agent_id, channel=channel)
-        previous = self._sessions.get(node)
-        self._sessions[node] = session
-        if previous is not None:
-            await previous.channel.close()
-        acknowledged = self._ledger.acknowledged(node, agent_id)
-        channel.send(
-            {
-                "type": "welcome",
-                "settings": orders.settings(self.spec, len(hello.get("devices", []))),
-                "acknowledged": acknowledged,
-            }
-        )
-        self._lost_contact.pop(node, None)
-        self._starts[node] = 0
+        acknowledged = self._ledger.acknowledged(session.node, session.agent_id)
+        settings = orders.settings(self.spec, len(hello.get("devices", [])))
+        channel.send({"type": "welcome", "settings": settings, "acknowledged": acknowledged})
         self._control = None  # whatever it says now, say it to this agent
         self.happened(
             events.AgentConnected(
-                t=self.clock.now(), node=node, pid=int(hello.get("pid", 0)), devices=list(hello.get("devices", [])),
+                t=self.clock.now(), node=session.node, pid=int(hello.get("pid", 0)), devices=list(hello.get("devices", [])),
                 running=hello.get("running"),
             )
         )  # fmt: skip
@@ -350,19 +308,8 @@ class Daemon:
             while (message := await channel.receive()) is not None:
                 self._from_agent(session, message)
         finally:
-            if self._sessions.get(node) is session:
-                del self._sessions[node]
-                self._lost_contact[node] = time.monotonic()
+            if self.agents.left(session):
                 self._wake.set()
-
-    def _refuse(self, hello: Message, node: str) -> str | None:
-        if hello.get("protocol") != link.PROTOCOL:
-            return f"protocol {hello.get('protocol')}, this daemon speaks {link.PROTOCOL}"
-        if hello.get("run_id") != self.run_id:
-            return f"this is run {self.run_id}, not {hello.get('run_id')}"
-        if node not in self._launcher.nodes():
-            return f"node {node!r} is not part of this run"
-        return None
 
     def _from_agent(self, session: Session, message: Message) -> None:
         if message["type"] == "live":
@@ -403,13 +350,13 @@ class Daemon:
             return
         self._fold(event)
         if isinstance(event, events.HealthReported):
-            self._forget_said(session, ("ask", "health"))
+            self.agents.forget_said(session, ("ask", "health"))
         if isinstance(event, events.InventoryReported):
             if event.problem:
                 log.warning("node %s: %s", session.node, event.problem)
                 asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._ask_again, session)
                 return
-            self._forget_said(session, ("ask", "inventory"))
+            self.agents.forget_said(session, ("ask", "inventory"))
             self._say_what_was_found(event)
         self._act()
 
@@ -428,62 +375,8 @@ class Daemon:
         self._append(events.Noted(t=self.clock.now(), at=time.time(), level=level, what=what))
 
     def _ask_again(self, session: Session) -> None:
-        self._forget_said(session, ("ask", "inventory"))
+        self.agents.forget_said(session, ("ask", "inventory"))
         self._act()
-
-    # --- agents' lives ---
-
-    def _mind_agents(self) -> None:
-        """Start agents that are not there, and notice those that died."""
-        state = self.picture.run
-        if state.status is Status.ENDED:
-            return
-        now = time.monotonic()
-        for node in self._launcher.nodes():
-            if node in self._sessions:
-                continue
-            if self._launcher.alive(node):
-                since = self._lost_contact.setdefault(node, now)
-                if now - since > REDIAL_PATIENCE_S:
-                    log.warning("the agent of node %s does not dial back; it is replaced", node)
-                    self._launcher.kill(node)
-                continue
-            known = state.nodes.get(node)
-            if (
-                known is not None
-                and not known.lost
-                and (known.connected or node in self._lost_contact or known.started)
-            ):
-                self.happened(events.AgentLost(t=self.clock.now(), node=node, why=self._launcher.why_dead(node)))
-            self._start_agent(node)
-
-    def _start_agent(self, node: str) -> None:
-        started = self._starts.get(node, 0)
-        if started >= MAX_AGENT_STARTS:
-            why = self._launcher.why_dead(node)
-            self.happened(
-                events.RunEnded(
-                    t=self.clock.now(), outcome="unavailable", exit_status=ExitStatus.UNAVAILABLE,
-                    detail=f"the agent of node {node} died {started} times before it dialled in: {why}",
-                )
-            )  # fmt: skip
-            return
-        self._starts[node] = started + 1
-        try:
-            self._launcher.start(node)
-        except CkptdError as error:
-            log.error("%s", error)
-        self._lost_contact[node] = time.monotonic()
-
-    async def _dismiss_agents(self) -> None:
-        for session in list(self._sessions.values()):
-            session.channel.send({"type": "exit"})
-        deadline = time.monotonic() + EXIT_PATIENCE_S
-        for node in self._launcher.nodes():
-            while self._launcher.alive(node) and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
-            if self._launcher.alive(node):
-                self._launcher.kill(node)
 
     # --- what the daemon does by itself ---
 
@@ -505,7 +398,7 @@ class Daemon:
     def _prune(self) -> None:
         state = self.picture.run
         protected = [p for p in ((state.resume or {}).get("path"), state.committed and state.committed.path) if p]
-        for session in self._sessions.values():
+        for session in self.agents.sessions():
             session.channel.send({"type": "prune", "live_attempt": state.attempt, "protected": protected})
 
     # --- what others ask of it ---

@@ -1,0 +1,51 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer, make, and the way to a package index.
+
+PYTHON ?= python3
+VENV ?= .venv
+# More for pip, such as the small build of torch for machines without a GPU:
+#   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+# Touched when the set-up is complete: it is repeated only when what it depends on has changed.
+STAMP := $(VENV)/.ckptd-installed
+
+# One run of pytest, the fast tests first and those of the whole product last.
+TESTS := $(filter-out %/system %/__pycache__,$(patsubst %/,%,$(wildcard tests/test_*.py tests/*/))) tests/system
+
+.PHONY: help demo setup test check clean
+
+help:
+	@echo "make demo    run the example job under ckptd, break it twice, see it recover (about two minutes)"
+	@echo "make test    check the code, then run all tests"
+	@echo "make check   ruff and mypy only"
+	@echo "make clean   remove $(VENV)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "ckptd needs Python 3.11 or newer, and $(PYTHON) is `$(PYTHON) --version 2>&1`;" \
+	    "name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "this Python cannot make a virtual environment: apt install python3-venv make" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@# The build back end comes first, from the same lock, so that pip builds with it and fetches no other.
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(PIP_ARGS) hatchling editables
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(PIP_ARGS) --no-build-isolation -e ".[dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+
+clean:
+	rm -rf $(VENV)

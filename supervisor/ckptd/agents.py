@@ -1,0 +1,160 @@
+"""Which node agents are connected, what was said to them, and which of them live: started, missed, replaced, dismissed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd import link
+from ckptd.core import events
+from ckptd.core.run import RunState, Status
+from ckptd.errors import CkptdError, ExitStatus
+from ckptd.launchers.base import Launcher
+from ckptd.link import Channel, Message
+
+log = logging.getLogger(__name__)
+
+REDIAL_PATIENCE_S = 30.0
+"""How long a living agent may take to dial back before it counts as lost."""
+MAX_AGENT_STARTS = 3
+"""Agents that die before they say hello, in a row, before the run gives up."""
+EXIT_PATIENCE_S = 10.0
+
+
+@dataclass(kw_only=True)
+class Session:
+    """A connected agent."""
+
+    node: str
+    agent_id: str
+    channel: Channel
+
+
+class Agents:
+    """The agents of one run. `happened` records an event, `now` is the run's clock."""
+
+    def __init__(
+        self, *, launcher: Launcher, run_id: str, happened: Callable[[events.Event], None], now: Callable[[], float]
+    ) -> None:
+        self._launcher = launcher
+        self._run_id = run_id
+        self._happened = happened
+        self._now = now
+        self._sessions: dict[str, Session] = {}
+        self._said: set[tuple[Any, ...]] = set()
+        self._lost_contact: dict[str, float] = {}
+        self._starts: dict[str, int] = {}
+
+    # --- connections ---
+
+    def session(self, node: str) -> Session | None:
+        """The connection of a node's agent."""
+        return self._sessions.get(node)
+
+    def sessions(self) -> list[Session]:
+        """Every connection."""
+        return list(self._sessions.values())
+
+    async def admit(self, channel: Channel, hello: Message) -> Session | None:
+        """The session that a hello begins, in the place of an older one of that node; None: it was refused."""
+        node = str(hello.get("node"))
+        refusal = self._refuse(hello, node)
+        if refusal is not None:
+            channel.send({"type": "refused", "why": refusal})
+            await channel.flush()
+            return None
+        session = Session(node=node, agent_id=str(hello.get("agent_id")), channel=channel)
+        previous = self._sessions.get(node)
+        self._sessions[node] = session
+        if previous is not None:
+            await previous.channel.close()
+        self._lost_contact.pop(node, None)
+        self._starts[node] = 0
+        return session
+
+    def _refuse(self, hello: Message, node: str) -> str | None:
+        if hello.get("protocol") != link.PROTOCOL:
+            return f"protocol {hello.get('protocol')}, this daemon speaks {link.PROTOCOL}"
+        if hello.get("run_id") != self._run_id:
+            return f"this is run {self._run_id}, not {hello.get('run_id')}"
+        if node not in self._launcher.nodes():
+            return f"node {node!r} is not part of this run"
+        return None
+
+    def left(self, session: Session) -> bool:
+        """A connection ended. Whether it was the present one of its node."""
+        if self._sessions.get(session.node) is not session:
+            return False
+        del self._sessions[session.node]
+        self._lost_contact[session.node] = time.monotonic()
+        return True
+
+    def say(self, node: str, key: tuple[Any, ...], message: Message) -> None:
+        """Send a message once in a connection."""
+        session = self._sessions.get(node)
+        if session is None or (session.agent_id, id(session), *key) in self._said:
+            return
+        self._said.add((session.agent_id, id(session), *key))
+        session.channel.send(message)
+
+    def forget_said(self, session: Session, key: tuple[Any, ...]) -> None:
+        """Let a message be said again."""
+        self._said.discard((session.agent_id, id(session), *key))
+
+    # --- lives ---
+
+    def mind(self, state: RunState) -> None:
+        """Start agents that are not there, and notice those that died."""
+        if state.status is Status.ENDED:
+            return
+        now = time.monotonic()
+        for node in self._launcher.nodes():
+            if node in self._sessions:
+                continue
+            if self._launcher.alive(node):
+                since = self._lost_contact.setdefault(node, now)
+                if now - since > REDIAL_PATIENCE_S:
+                    log.warning("the agent of node %s does not dial back; it is replaced", node)
+                    self._launcher.kill(node)
+                continue
+            known = state.nodes.get(node)
+            if (
+                known is not None
+                and not known.lost
+                and (known.connected or node in self._lost_contact or known.started)
+            ):
+                self._happened(events.AgentLost(t=self._now(), node=node, why=self._launcher.why_dead(node)))
+            self._start(node)
+
+    def _start(self, node: str) -> None:
+        started = self._starts.get(node, 0)
+        if started >= MAX_AGENT_STARTS:
+            why = self._launcher.why_dead(node)
+            self._happened(
+                events.RunEnded(
+                    t=self._now(), outcome="unavailable", exit_status=ExitStatus.UNAVAILABLE,
+                    detail=f"the agent of node {node} died {started} times before it dialled in: {why}",
+                )
+            )  # fmt: skip
+            return
+        self._starts[node] = started + 1
+        try:
+            self._launcher.start(node)
+        except CkptdError as error:
+            log.error("%s", error)
+        self._lost_contact[node] = time.monotonic()
+
+    async def dismiss(self) -> None:
+        """Have every agent leave; one that does not is ended."""
+        for session in self.sessions():
+            session.channel.send({"type": "exit"})
+        deadline = time.monotonic() + EXIT_PATIENCE_S
+        for node in self._launcher.nodes():
+            while self._launcher.alive(node) and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+            if self._launcher.alive(node):
+                self._launcher.kill(node)
