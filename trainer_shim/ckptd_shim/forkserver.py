@@ -49,7 +49,7 @@ def main() -> None:
     begun = time.monotonic()
     refusal = _preload(order["preload"], order["path"])
     if refusal is not None:
-        _say(channel, {"type": "refused", "why": refusal})
+        _say(channel, {"type": "refused", "why": refusal, "sources": _sources(order["preload"])})
         return
     gc.collect()
     gc.freeze()  # so that a collection in a worker does not copy every page that it shares

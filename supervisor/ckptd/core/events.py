@@ -105,6 +105,16 @@ class HealthReported(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceDrained(Event):
+    """A person takes a device out of use, or gives it back with a clean record. `device`: its identity."""
+
+    kind: ClassVar[str] = "device_drained"
+    device: str = ""
+    drained: bool = True
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InventoryReported(Event):
     """What a node found when it was asked which checkpoint to resume from.
 
@@ -240,6 +250,8 @@ class FailureDetected(Event):
     """The last step that any rank completed."""
     launch: bool = False
     """No worker came to be: the launch itself failed."""
+    hang: bool = False
+    """Nobody died: training does not move. `t` is when the last rank moved."""
     detail: str = ""
 
 
@@ -259,7 +271,7 @@ class AttemptEnded(Event):
     """Nothing of the attempt is alive on the node any more. `exits`: the evidence of each worker (see diagnosis).
 
     `leftovers`: processes that had to be killed although their worker was gone: [{pid, name, seconds}].
-    `unkillable`: processes that survived SIGKILL.
+    `unkillable`: processes that survived SIGKILL: [{pid, name, rank or null}].
     """
 
     kind: ClassVar[str] = "attempt_ended"
@@ -334,7 +346,7 @@ class Noted(Event):
 
 
 for _cls in (
-    DaemonStarted, Requested, RunEnded, AgentConnected, AgentLost, HealthReported, InventoryReported, AttemptLaunched,
+    DaemonStarted, Requested, RunEnded, AgentConnected, AgentLost, HealthReported, DeviceDrained, InventoryReported, AttemptLaunched,
     WorkersStarted, WorkersInitialised, StateRestored, FirstStep, Progress, SaveStaged, SaveCommitted, SaveFailed,
     FailureDetected, WorkersFinished, AttemptEnded, Interrupted, Restarted, IntervalDecided, Noted,
 ):  # fmt: skip

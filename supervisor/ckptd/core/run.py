@@ -155,11 +155,15 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """Tell a node to leave nothing of the attempt alive, and to say so. `grace`: SIGTERM first."""
+    """Tell a node to leave nothing of the attempt alive, and to say so.
+
+    `grace`: SIGTERM first. `stacks`: have every rank dump its Python stacks before anything else.
+    """
 
     node: str
     attempt: int
     grace: bool
+    stacks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

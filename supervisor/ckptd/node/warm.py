@@ -56,6 +56,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = threading.Event()
         self._why_not: str | None = None
+        self._refused = False
         self._sources: list[list[Any]] = []
         self._lines: Any = None
 
@@ -65,7 +66,13 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
+        """It is importing, or ready to fork."""
         return self._process is not None and self._process.poll() is None and self._why_not is None
+
+    @property
+    def refused(self) -> bool:
+        """It said itself that it must not fork: another one of the same recipe would say the same."""
+        return self._refused
 
     def start(self) -> None:
         """Start importing, in the background."""
@@ -99,6 +106,8 @@ class ForkServer:
         if answer.get("type") == "ready":
             self._sources = answer["sources"]
         else:
+            self._refused = answer.get("type") == "refused"
+            self._sources = answer.get("sources", [])
             self._why_not = str(answer.get("why") or "the forkserver died while it imported torch; see the agent's log")
         self._ready.set()
 
@@ -168,11 +177,12 @@ class PartlyForked(Cold):
 
 
 class Warmth:
-    """Keeps a forkserver of the right recipe at hand."""
+    """Keeps a forkserver of the right recipe at hand. Used from two threads: one launches, one looks after it."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._server: ForkServer | None = None
+        self._lock = threading.Lock()
         self.why_cold = ""
 
     @property
@@ -180,27 +190,33 @@ class Warmth:
         return self._server.pid if self._server is not None else None
 
     def kindle(self) -> None:
-        """Have a server importing or ready, unless one refused already: the next launch must not wait for that again."""
+        """Have a server importing or ready. One that refused is not asked again before its modules change."""
+        with self._lock:
+            self._kindle()
+
+    def _kindle(self) -> ForkServer:
         server = self._server
-        if server is not None and (server.alive or self.why_cold) and not server.outdated():
-            return
+        if server is not None and not server.outdated() and (server.alive or server.refused):
+            return server
         if server is not None:
             server.close()
-        self._server = ForkServer(self.recipe)
-        self._server.start()
+        server = ForkServer(self.recipe)
+        server.start()
+        self._server = server
+        return server
 
     def fork(self, orders: list[dict[str, Any]]) -> list[int]:
         """Fork workers; raises Cold (or PartlyForked) when they must be started afresh."""
-        self.kindle()
-        assert self._server is not None
-        try:
-            pids = self._server.fork(orders)
-        except Cold as error:
-            self.why_cold = str(error)
-            raise
+        with self._lock:
+            try:
+                pids = self._kindle().fork(orders)
+            except Cold as error:
+                self.why_cold = str(error)
+                raise
         self.why_cold = ""
         return pids
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        with self._lock:
+            if self._server is not None:
+                self._server.close()

@@ -1,0 +1,134 @@
+"""Which devices may be used: those that strike too often rest for a while, those that were drained until told otherwise.
+
+A device is known by its identity (a GPU's UUID), so a strike stays with it when indices shift.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ckptd.core import events
+
+STRIKES: Final = 3
+"""Failures put down to one device, within the window, after which it is left out."""
+WINDOW_S: Final = 6 * 3600.0
+QUARANTINE_S: Final = 3600.0
+"""How long the first time; twice as long each time after. A device that comes back is on probation: one strike counts."""
+MAX_QUARANTINE_S: Final = 7 * 86_400.0
+FOREVER_S: Final = 1e12
+
+STRIKING: Final = frozenset({"signal", "exit_status", "device_error", "cuda_oom", "hang", "early_exit", "unknown"})
+"""Causes that may be a device's doing. An exception of the script's own is not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What is held against one device."""
+
+    strikes: tuple[float, ...] = ()
+    """Times on the run's clock."""
+    until: float = 0.0
+    """Left out until then."""
+    times: int = 0
+    """How often it has been left out."""
+    drained: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceBook:
+    """The devices of all nodes. State of a fold, never changed in place."""
+
+    ids: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    """node -> index -> identity."""
+    records: Mapping[str, Record] = field(default_factory=dict)
+
+    def identity(self, node: str, index: int) -> str:
+        """The identity of the device that has this index on a node now."""
+        return self.ids.get(node, {}).get(index, f"{node}/{index}")
+
+    def usable(self, node: str, indices: Sequence[int], t: float) -> tuple[int, ...]:
+        """Those of `indices` that are neither drained nor in quarantine at `t`."""
+        return tuple(index for index in indices if self.why_not(node, index, t) is None)
+
+    def why_not(self, node: str, index: int, t: float) -> str | None:
+        """Why a device must not be used at `t`; None: it may."""
+        record = self.records.get(self.identity(node, index))
+        if record is None:
+            return None
+        if record.drained:
+            return "drained"
+        return f"in quarantine: {record.reason}" if t < record.until else None
+
+    def next_release(self, t: float) -> float | None:
+        """When the next quarantine ends."""
+        return min((r.until for r in self.records.values() if t < r.until < FOREVER_S), default=None)
+
+
+def connected(book: DeviceBook, event: events.AgentConnected) -> DeviceBook:
+    """Learn which device has which index on a node."""
+    node = event.node or ""
+    known = {int(d["index"]): _identity(node, d) for d in event.devices}
+    return dataclasses.replace(book, ids={**book.ids, node: known})
+
+
+def _identity(node: str, device: events.Json) -> str:
+    given = str(device.get("id") or "")
+    # A slot of the CPU has a name only on its own node; a GPU's UUID is its own everywhere.
+    return given if given and not given.startswith("cpu-slot-") else f"{node}/{device['index']}"
+
+
+def drained(book: DeviceBook, event: events.DeviceDrained) -> DeviceBook:
+    """A person took a device out, or gives it back with a clean record."""
+    record = Record(drained=True, reason="drained") if event.drained else Record()
+    return dataclasses.replace(book, records={**book.records, event.device: record})
+
+
+def struck(book: DeviceBook, event: events.Interrupted, placement: Mapping[str, Sequence[int]]) -> DeviceBook:
+    """Put an interruption down to the device of the rank that caused it, if it may have been the device's doing."""
+    if event.planned or event.rank is None or (event.cause not in STRIKING and event.severity != "device"):
+        return book
+    where = device_of_rank(placement, event.rank)
+    if where is None:
+        return book
+    identity = book.identity(*where)
+    record = book.records.get(identity, Record())
+    strikes = (*(s for s in record.strikes if event.t - s < WINDOW_S), event.t)
+    if len(strikes) < STRIKES and not record.times:
+        record = dataclasses.replace(record, strikes=strikes)
+    else:
+        record = dataclasses.replace(
+            record,
+            strikes=(),
+            until=event.detected_t + min(MAX_QUARANTINE_S, QUARANTINE_S * 2.0**record.times),
+            times=record.times + 1,
+            reason=f"{len(strikes) if not record.times else 1} failures were put down to it, the last: {event.detail}",
+        )
+    return dataclasses.replace(book, records={**book.records, identity: record})
+
+
+def unkillable(book: DeviceBook, event: events.AttemptEnded, placement: Mapping[str, Sequence[int]]) -> DeviceBook:
+    """Leave out the device of a worker that survived SIGKILL, until somebody says that it is well."""
+    for process in event.unkillable:
+        where = device_of_rank(placement, process["rank"]) if process.get("rank") is not None else None
+        if where is None:
+            continue
+        record = Record(
+            until=FOREVER_S,
+            times=1,
+            reason=f"process {process.get('pid')} on it cannot be killed; undrain it when it is gone",
+        )
+        book = dataclasses.replace(book, records={**book.records, book.identity(*where): record})
+    return book
+
+
+def device_of_rank(placement: Mapping[str, Sequence[int]], rank: int) -> tuple[str, int] | None:
+    """(node, index) of the device that a rank of an attempt ran on."""
+    for node, indices in placement.items():
+        if rank < len(indices):
+            return node, indices[rank]
+        rank -= len(indices)
+    return None
