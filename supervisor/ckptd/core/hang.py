@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 KEPT = 512
 """Normal silences remembered for each phase."""
 QUANTILE = 0.99
+DECLARED = ("eval", "save")
+"""Phases that a script declares, in which the other ranks wait."""
 ENOUGH = 5
 """With fewer silences known, a phase is as good as unknown."""
 
@@ -71,11 +73,13 @@ class Detector:
 
     def feed(self, beats: Mapping[int, Beat], now: float) -> None:
         """Take a picture of the ranks."""
+        # A rank that waits for another one's eval is silent for longer than a step of its own would take.
+        waiting = any(beat.phase in DECLARED for beat in self._beats.values())
         for rank, beat in beats.items():
             before = self._beats.get(rank)
             if before == beat:
                 continue
-            if before is not None:
+            if before is not None and (before.phase in DECLARED or not waiting):
                 steps = max(1, beat.step - before.step)
                 self.learn(before.phase, (now - self._since[rank]) / steps)
             self._beats[rank] = beat
@@ -93,6 +97,9 @@ class Detector:
     def limit(self, phase: str) -> float:
         """How long a rank may be silent in a phase. Seconds."""
         known = self.normal.get(phase, [])
+        if phase == "end":
+            # Nothing is left to do but to tear down: no generosity.
+            return max(self.limits.floor_s, self.limits.factor * max(known, default=0.0))
         if len(known) < ENOUGH:
             # One long eval, say, is more than was known before, but no reason to be strict yet.
             return max(self.limits.startup_s, self.limits.factor * max(known, default=0.0))
@@ -105,13 +112,15 @@ class Detector:
         Ranks wait for each other, so one that stands makes all stand; while any of them moves, the others only wait.
         `expected` ranks must have been heard of, except where those that were are all beyond their limits.
         """
-        if not self.limits.enabled or not self._beats or len(self._beats) < expected:
+        if not self.limits.enabled or not self._beats:
             return None
         silences = {rank: now - since for rank, since in self._since.items()}
         late = [rank for rank in silences if silences[rank] > self.limit(self._beats[rank].phase)]
         ended = [rank for rank, beat in self._beats.items() if beat.phase == "end"]
         if not late or len(late) + len([r for r in ended if r not in late]) < len(self._beats):
             return None
+        if len(self._beats) < expected and max(silences.values()) < self.limits.startup_s:
+            return None  # the others may still be on their way
         rank = self._suspect(late)
         beat = self._beats[rank]
         return Hang(
@@ -120,6 +129,7 @@ class Detector:
 
     def _suspect(self, late: list[int]) -> int:
         """The rank that is furthest behind; where several are, the one whose phase is not the others'."""
+        late = [rank for rank in late if self._beats[rank].phase != "end"] or late
         behind = min(self._beats[rank].step for rank in late)
         candidates = [rank for rank in late if self._beats[rank].step == behind]
         phases = [beat.phase for beat in self._beats.values()]

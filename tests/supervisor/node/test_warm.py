@@ -11,9 +11,9 @@ import textwrap
 import time
 
 import pytest
+from shim.test_launch import SAME
 
 from ckptd.node.warm import Cold, ForkServer, Recipe, Warmth, become_subreaper
-from shim.test_launch import SAME
 
 TIMEOUT = 90
 
