@@ -22,6 +22,8 @@ from ckptd import __version__, link, orders, status
 from ckptd.agents import Agents, Session
 from ckptd.clock import RunClock
 from ckptd.core import events, picture
+from ckptd.core.devices import device_of_rank
+from ckptd.core.hang import Beat, Detector, Limits
 from ckptd.core.run import LIVE, Ask, Command, Launch, Record, Status, Steer, Stop, next_deadline
 from ckptd.errors import ExitStatus, LedgerFull
 from ckptd.jobspec import JobSpec
@@ -64,6 +66,11 @@ class Daemon:
         self._live_mono = 0.0
         self._progress_due = 0.0
         self._acting = False
+        self._detector = Detector(
+            limits=Limits(
+                enabled=spec.hang.enabled, factor=spec.hang.factor, floor_s=spec.hang.floor, startup_s=spec.hang.startup
+            )
+        )
         self._turned = time.monotonic()
         self.web_address: str | None = None
         self._replay()
@@ -77,6 +84,7 @@ class Daemon:
         for _, event in self._ledger.events():
             self.picture = picture.apply(self.picture, event)
             last = event
+            self._learn(event)
             if isinstance(event, events.DaemonStarted):
                 anchor = event
         self.clock = RunClock.resume(last_t=self._ledger.last_t(), last=last, anchor=anchor, boot_id=boot_id())
@@ -104,7 +112,9 @@ class Daemon:
 
     def _fold(self, event: events.Event) -> None:
         self.picture = picture.apply(self.picture, event)
+        self._learn(event)
         if isinstance(event, events.AttemptLaunched):
+            self._detector.begin()
             self.live = {}
             self._control = None
             self._steer = None
@@ -114,6 +124,11 @@ class Daemon:
             self._prune()
         if isinstance(event, events.FirstStep):
             self._progress_due = time.monotonic() + FIRST_PROGRESS_S
+
+    def _learn(self, event: events.Event) -> None:
+        """What was normal before this daemon began counts too."""
+        if isinstance(event, events.Progress) and event.step_s is not None:
+            self._detector.learn("step", event.step_s)
 
     # --- the loop ---
 
@@ -152,6 +167,7 @@ class Daemon:
         self._turned = time.monotonic()
         self.agents.mind(self.picture.run)
         self._note_progress()
+        self._watch_for_hangs()
         if self._unwritten:
             with contextlib.suppress(LedgerFull):
                 self._flush_unwritten()
@@ -183,15 +199,33 @@ class Daemon:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Ask(node=node, what=what):
-                self.agents.say(node, ("ask", what), {"type": "ask", "what": what})
+            case Ask(node=node, what=what, avoid=avoid):
+                self.agents.say(node, ("ask", what), {"type": "ask", "what": what, "avoid": list(avoid)})
             case Launch(node=node, attempt=attempt):
                 order = orders.launch(self.spec, self.run_dir, self.run_id, self.picture, node)
                 self.agents.say(node, ("launch", attempt), order)
-            case Stop(node=node, attempt=attempt, grace=grace):
-                self.agents.say(node, ("stop", attempt), {"type": "stop", "attempt": attempt, "grace": grace})
+            case Stop(node=node, attempt=attempt, grace=grace, stacks=stacks):
+                order = {"type": "stop", "attempt": attempt, "grace": grace, "stacks": stacks}
+                self.agents.say(node, ("stop", attempt), order)
             case _:
                 pass
+
+    def _watch_for_hangs(self) -> None:
+        state = self.picture.run
+        if state.status not in LIVE:
+            return
+        now = time.monotonic()
+        hang = self._detector.hung(now, expected=state.world_size)
+        if hang is None:
+            return
+        t = self.clock.now()
+        where = device_of_rank(state.placement, hang.rank)
+        self.happened(
+            events.FailureDetected(
+                t=max(0.0, t - hang.silent_s), detected_t=t, attempt=state.attempt, node=where and where[0], rank=hang.rank,
+                step=max(state.step, hang.step), hang=True, detail=hang.detail,
+            )
+        )  # fmt: skip
 
     # --- the control file ---
 
@@ -277,6 +311,8 @@ class Daemon:
             return {"type": "status", "status": self.status()}
         if what == "ping":
             return {"type": "pong", "pid": os.getpid()}
+        if what in ("drain", "undrain"):
+            return self._drain(str(request.get("device", "")), drained=what == "drain")
         if what in ("stop", "stop_now", "save"):
             state = self.picture.run
             if state.status is Status.ENDED:
@@ -289,6 +325,18 @@ class Daemon:
             self.request(what, source=str(request.get("source", "ckptd")), exit_status=exit_status)
             return {"type": "accepted"}
         return {"type": "refused", "why": f"unknown request {what!r}"}
+
+    def _drain(self, asked: str, *, drained: bool) -> Message:
+        """Take devices out of use or give them back: one by index, `node:index` or identity, or a whole node by name."""
+        named = self.picture.run.book.named(asked)
+        if not named:
+            known = ", ".join(self.picture.run.book.names()) or "none yet"
+            return {"type": "refused", "why": f"no device or node is called {asked!r}; there are: {known}"}
+        for identity in named:
+            self.happened(
+                events.DeviceDrained(t=self.clock.now(), device=identity, drained=drained, source="ckptd drain")
+            )
+        return {"type": "accepted", "devices": named}
 
     async def _serve_agent(self, channel: Channel, hello: Message) -> None:
         session = await self.agents.admit(channel, hello)
@@ -315,6 +363,8 @@ class Daemon:
         if message["type"] == "live":
             if message.get("attempt") == self.picture.run.attempt:
                 self.live.update(message["ranks"])
+                beats = {int(r): Beat(step=b["step"], phase=b["phase"]) for r, b in message["ranks"].items()}
+                self._detector.feed(beats, time.monotonic())
                 self._live_mono = time.monotonic()
         elif message["type"] == "event":
             self._event_from_agent(session, message)

@@ -106,6 +106,7 @@ def document(
             name: {"connected": node.connected, "devices": list(node.devices), "unhealthy": sorted(node.unhealthy)}
             for name, node in state.nodes.items()
         },
+        "devices_left_out": state.book.held_against(t),
         "ranks": live or {},
         "notes": [{"level": note.level, "what": note.what, "at": note.at} for note in picture.notes],
         "outcome": None

@@ -29,6 +29,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "checkpoints": ("ckptd.cli._history:checkpoints", "List the checkpoints of a run."),
     "save": ("ckptd.cli._ask:save", "Have a run save now."),
     "stop": ("ckptd.cli._ask:stop", "Have a run save and stop."),
+    "drain": ("ckptd.cli._ask:drain", "Take a device or a node out of use."),
+    "undrain": ("ckptd.cli._ask:undrain", "Give a device or a node back."),
     "validate": ("ckptd.cli._validate:validate", "Check a job.yaml without starting anything."),
 }
 """Name of each command: where it is (`module:attribute`), and a line for `ckptd --help`, which imports none of them."""

@@ -93,6 +93,7 @@ def _readable(status: dict[str, Any]) -> str:
         if value > 0
     )
     rows.append(("goodput", f"{goodput['ratio']:.1%} of {_text.seconds(goodput['wall_s'])}: {spent}"))
+    rows += [("left out", f"device {d['index']} of node {d['node']}: {d['why']}") for d in status["devices_left_out"]]
     rows += [(note["level"], note["what"]) for note in status["notes"]]
     return "\n".join(f"{name:10} {text}" for name, text in rows)
 
@@ -145,6 +146,37 @@ def save(run: str | None, as_json: bool, timeout: float) -> int:
         print(json.dumps({"accepted": True, "committed": done}))
     else:
         print(f"step {done['step']} is committed: {done['path']}" if done else "asked for a save")
+    return ExitStatus.FINISHED
+
+
+@click.command()
+@click.argument("device")
+@run_argument
+@json_option
+def drain(device: str, run: str | None, as_json: bool) -> int:
+    """Take DEVICE out of use in RUN: an index, node:index, a GPU's UUID, or a node. Training goes on without it."""
+    return _drain(find_run(run), "drain", device, as_json=as_json)
+
+
+@click.command()
+@click.argument("device")
+@run_argument
+@json_option
+def undrain(device: str, run: str | None, as_json: bool) -> int:
+    """Give DEVICE back to RUN, drained or in quarantine, with a clean record."""
+    return _drain(find_run(run), "undrain", device, as_json=as_json)
+
+
+def _drain(run_dir: RunDir, what: str, device: str, *, as_json: bool) -> int:
+    answer = ask_daemon(run_dir.socket_path(), {"what": what, "device": device})
+    if answer["type"] != "accepted":
+        raise UsageError(f"refused: {answer.get('why')}")
+    verb = "drained" if what == "drain" else "back in use"
+    print(
+        json.dumps({"accepted": True, "devices": answer["devices"]})
+        if as_json
+        else f"{', '.join(answer['devices'])}: {verb}"
+    )
     return ExitStatus.FINISHED
 
 

@@ -50,6 +50,33 @@ class DeviceBook:
         """The identity of the device that has this index on a node now."""
         return self.ids.get(node, {}).get(index, f"{node}/{index}")
 
+    def names(self) -> list[str]:
+        """Every device as `node:index`."""
+        return [f"{node}:{index}" for node, known in self.ids.items() for index in sorted(known)]
+
+    def named(self, text: str) -> list[str]:
+        """Identities of the devices that a person means: an identity, `node:index`, a node, or an index where one node is."""
+        node, _, index = text.rpartition(":")
+        if text in self.ids:
+            return list(self.ids[text].values())
+        if not node and len(self.ids) == 1:
+            node = next(iter(self.ids))
+        if index.isdecimal() and int(index) in self.ids.get(node, {}):
+            return [self.ids[node][int(index)]]
+        return [identity for known in self.ids.values() for identity in known.values() if identity == text]
+
+    def held_against(self, t: float) -> list[dict[str, object]]:
+        """Devices that are left out at `t`, for people: [{node, index, id, why, until}]."""
+        found: list[dict[str, object]] = []
+        for node, known in self.ids.items():
+            for index, identity in sorted(known.items()):
+                why = self.why_not(node, index, t)
+                if why is not None:
+                    until = self.records[identity].until
+                    for_s = None if self.records[identity].drained or until >= FOREVER_S else until - t
+                    found.append({"node": node, "index": index, "id": identity, "why": why, "for_s": for_s})
+        return found
+
     def usable(self, node: str, indices: Sequence[int], t: float) -> tuple[int, ...]:
         """Those of `indices` that are neither drained nor in quarantine at `t`."""
         return tuple(index for index in indices if self.why_not(node, index, t) is None)

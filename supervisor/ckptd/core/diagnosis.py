@@ -102,6 +102,49 @@ def diagnose(
     return culprit.explain(alone=len(exits) == 1, all_ended=all(e.exitcode == 0 for e in exits), oom_killed=oom_killed)
 
 
+_IN_A_COLLECTIVE = re.compile(
+    r"in (all_reduce|all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|monitored_barrier|all_to_all\w*|gather\w*|scatter\w*"
+    r"|reduce|send|recv|_engine_run_backward|synchronize|wait)$",
+    re.MULTILINE,
+)
+_INNERMOST_FRAMES: Final = 6
+
+
+def standing_rank(exits: Sequence[dict[str, Any]]) -> int | None:
+    """The rank of a hung attempt that is not inside a collective while others are, by their Python stacks.
+
+    With gloo a rank that waits sleeps as soundly as one that hangs, so only the stacks can tell them apart. None: the
+    stacks do not single one out.
+    """
+    waiting: dict[int, bool] = {}
+    for found in exits:
+        stack = _main_stack(str(found.get("stacks") or ""))
+        if stack:
+            waiting[int(found["rank"])] = _IN_A_COLLECTIVE.search(stack) is not None
+    outside = [rank for rank, inside in waiting.items() if not inside]
+    return min(outside) if outside and len(outside) < len(waiting) else None
+
+
+def stacks_of(exits: Sequence[dict[str, Any]], rank: int | None) -> str:
+    """The main thread's stack of a rank, innermost call first; of the first rank that left one where rank is None."""
+    for found in exits:
+        if rank is None or found.get("rank") == rank:
+            stack = _main_stack(str(found.get("stacks") or ""), frames=TRACEBACK_LINES)
+            if stack:
+                return f"rank {found.get('rank')} stood at (innermost call first):\n{stack}"
+    return ""
+
+
+def _main_stack(text: str, *, frames: int = _INNERMOST_FRAMES) -> str:
+    """The innermost frames of the thread that took the signal, out of what faulthandler wrote last."""
+    _, found, tail = text.rpartition("Current thread ")
+    if not found:
+        return ""
+    lines = [line for line in tail.splitlines()[1:] if line.startswith("  File ")]
+    end = next((i for i, line in enumerate(tail.splitlines()[1:]) if not line.startswith("  File ")), len(lines))
+    return "\n".join(lines[: min(end, frames)] if end else lines[:frames])
+
+
 class _Kind(enum.IntEnum):
     """How much an exit explains by itself; the lowest is the cause."""
 

@@ -9,12 +9,14 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptd.core import accounting, estimates, events, interval, run
+from ckptd.core import accounting, estimates, events, interval, placement, run
 from ckptd.core.accounting import Account
 from ckptd.core.estimates import Estimate, Estimates
 from ckptd.core.interval import Decision
 from ckptd.core.run import Command, Record, RunState, Status
 
+DEFAULT_RESTART_S = 60.0
+"""R before the first restart was seen, where it must be weighed against something."""
 _RECONSIDER = (
     events.DaemonStarted, events.AttemptLaunched, events.FirstStep, events.Progress, events.SaveCommitted,
     events.Restarted, events.Interrupted,
@@ -97,7 +99,31 @@ def decide(picture: Picture, t: float) -> list[Command]:
     if picture.proposal is not None and interval.worth_moving(picture.decision, picture.proposal):
         return [Record(event=_decided(picture, picture.proposal, t))]
     commands = run.decide(picture.run, t)
+    if not any(isinstance(command, Record) for command in commands):
+        growth = _growth(picture, t)
+        if growth is not None:
+            return [growth]
     return [_complete(picture, command) for command in commands]
+
+
+def _growth(picture: Picture, t: float) -> Command | None:
+    """Take up devices that came back, right after a commit, where the gain until the next failure outweighs a restart."""
+    state, last = picture.run, picture.last_save
+    if state.status is not Status.TRAINING or not state.policy.grow_at_checkpoint or state.request is not None:
+        return None
+    if not isinstance(last, events.SaveCommitted) or last.attempt != state.attempt or last.t < state.devices_changed_t:
+        return None
+    available = {name: state.usable(name, t) for name, node in state.nodes.items() if node.connected}
+    better = placement.choose(available, state.policy)
+    if better is None or better.world_size <= state.world_size:
+        return None
+    estimate = estimates.estimate(picture.estimates, t=t, world_size=better.world_size)
+    gain = estimate.mtbf_s * (1.0 - state.world_size / better.world_size)
+    cost = (estimate.restart_s or DEFAULT_RESTART_S) + (estimate.stall_s or 0.0)
+    if gain <= cost:
+        return None
+    reason = f"{better.world_size} devices are usable again, {state.world_size} are used"
+    return Record(event=events.Requested(t=t, request="relaunch", source="grow", reason=reason))
 
 
 def _complete(picture: Picture, command: Command) -> Command:

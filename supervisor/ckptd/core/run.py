@@ -20,11 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckptd.core import diagnosis, events, placement
+from ckptd.core import devices, diagnosis, events, placement
+from ckptd.core.devices import DeviceBook
 from ckptd.core.policy import Policy
 
 MAX_LAUNCH_FAILURES = 5
 """Launches in a row that may fail before a worker of ours exists: they are no crash of the job, but they end too."""
+SUSPECT_AFTER = 2
+"""The same failure at the same step so often after one checkpoint, and an older one is tried."""
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 
@@ -73,7 +76,22 @@ class Node:
 
     @property
     def healthy(self) -> tuple[int, ...]:
+        """Devices that answer for themselves; whether something is held against them is the device book's to say."""
         return tuple(index for index in self.devices if index not in self.unhealthy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signature:
+    """What two failures have in common when they are the same one."""
+
+    step: int
+    cause: str
+    text: str
+    path: str | None
+    """The checkpoint that the attempt came from: not part of what must be the same."""
+
+    def same_as(self, other: Signature) -> bool:
+        return (self.step, self.cause, self.text) == (other.step, other.cause, other.text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +114,13 @@ class RunState:
     failure: events.FailureDetected | None = None
     exits: tuple[dict[str, Any], ...] = ()
     interrupted: events.Interrupted | None = None
-    signatures: tuple[tuple[int, str], ...] = ()
-    """(step, message) of the last failures, to say that one repeats."""
+    signatures: tuple[Signature, ...] = ()
+    """The last failures since the last new commit."""
+    suspects: tuple[str, ...] = ()
+    """Checkpoints after which the same failure came twice: an older one is tried."""
+    book: DeviceBook = field(default_factory=DeviceBook)
+    devices_changed_t: float = 0.0
+    """When a device's health, or what is held against it, last changed."""
     attempts_without_progress: int = 0
     launch_failures: int = 0
     failures: int = 0
@@ -118,9 +141,13 @@ class RunState:
     """The workers saved and stopped on request, not because they had reached their end."""
     outcome: events.RunEnded | None = None
 
+    def usable(self, name: str, t: float) -> tuple[int, ...]:
+        """Devices of a node that may be launched on at `t`: healthy, not drained, not in quarantine."""
+        return self.book.usable(name, self.nodes[name].healthy, t)
+
     @property
     def devices_healthy(self) -> int:
-        return sum(len(node.healthy) for node in self.nodes.values() if node.connected)
+        return sum(len(self.usable(name, self.t)) for name, node in self.nodes.items() if node.connected)
 
     @property
     def devices_known(self) -> int:
@@ -143,6 +170,8 @@ class Ask:
 
     node: str
     what: Literal["health", "inventory"]
+    avoid: tuple[str, ...] = ()
+    """Checkpoints to pass over while there is another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,6 +267,7 @@ def _run_ended(state: RunState, event: events.RunEnded) -> RunState:
 def _agent_connected(state: RunState, event: events.AgentConnected) -> RunState:
     return dataclasses.replace(
         state,
+        book=devices.connected(state.book, event),
         nodes=_node(
             state, event.node, connected=True, lost=False, devices=tuple(int(d["index"]) for d in event.devices),
             health_known=False, inventory_known=False, running=event.running,
@@ -255,9 +285,17 @@ def _agent_lost(state: RunState, event: events.AgentLost) -> RunState:
 
 
 def _health_reported(state: RunState, event: events.HealthReported) -> RunState:
+    before = state.nodes.get(event.node or "", Node()).unhealthy
+    unhealthy = frozenset(event.unhealthy)
     return dataclasses.replace(
-        state, nodes=_node(state, event.node, unhealthy=frozenset(event.unhealthy), health_known=True)
+        state,
+        nodes=_node(state, event.node, unhealthy=unhealthy, health_known=True),
+        devices_changed_t=event.t if unhealthy != before else state.devices_changed_t,
     )
+
+
+def _device_drained(state: RunState, event: events.DeviceDrained) -> RunState:
+    return dataclasses.replace(state, book=devices.drained(state.book, event), devices_changed_t=event.t)
 
 
 def _inventory_reported(state: RunState, event: events.InventoryReported) -> RunState:
@@ -348,6 +386,7 @@ def _save_committed(state: RunState, event: events.SaveCommitted) -> RunState:
         step=max(state.step, event.step),
         attempts_without_progress=0 if advanced else state.attempts_without_progress,
         signatures=() if advanced else state.signatures,
+        suspects=() if advanced else state.suspects,
     )
 
 
@@ -374,16 +413,21 @@ def _attempt_ended(state: RunState, event: events.AttemptEnded) -> RunState:
         state,
         nodes=_node(state, event.node, ended=True, running=None),
         exits=state.exits + tuple(event.exits),
+        book=devices.unkillable(state.book, event, state.placement),
         step=max(state.step, event.step),
     )
 
 
 def _interrupted(state: RunState, event: events.Interrupted) -> RunState:
     nodes = {n: dataclasses.replace(node, health_known=False, inventory_known=False) for n, node in state.nodes.items()}
+    book = devices.struck(state.book, event, state.placement)
+    relieved = book.next_release(event.t) != state.book.next_release(event.t)
+    came_from = (state.resume or {}).get("path")
     state = dataclasses.replace(
         state,
         status=Status.WAITING,
         nodes=nodes,
+        book=book,
         inventory=None,
         interrupted=event,
         waiting_since=event.detected_t,
@@ -402,13 +446,27 @@ def _interrupted(state: RunState, event: events.Interrupted) -> RunState:
             attempts_without_progress=max(0, state.attempts_without_progress - 1),
             not_before=state.t + _backoff(count),
         )
+    text = event.message.strip().rpartition("\n")[2] or event.detail
+    signature = Signature(step=event.step, cause=event.cause, text=text, path=came_from)
     return dataclasses.replace(
         state,
         failures=state.failures + 1,
-        signatures=(*state.signatures, (event.step, event.message.strip().rpartition("\n")[2]))[-8:],
+        signatures=(*state.signatures, signature)[-8:],
+        suspects=_suspected(state, signature),
+        # Without the device that was at fault the job is another one: it is given all its tries.
+        attempts_without_progress=0 if relieved else state.attempts_without_progress,
         # The first restart is immediate: most failures are passing ones, and R is what the user pays.
         not_before=state.t + _backoff(state.attempts_without_progress - 1),
     )
+
+
+def _suspected(state: RunState, signature: Signature) -> tuple[str, ...]:
+    """The suspect checkpoints once `signature` has happened: the same failure, twice, at the same step after one."""
+    path = signature.path
+    if path is None or path in state.suspects:
+        return state.suspects
+    before = sum(1 for s in state.signatures if s.path == path and s.same_as(signature))
+    return (*state.suspects, path) if before + 1 >= SUSPECT_AFTER else state.suspects
 
 
 def _backoff(repeats: int) -> float:
@@ -422,6 +480,7 @@ _HANDLERS: dict[type[events.Event], Any] = {
     events.AgentConnected: _agent_connected,
     events.AgentLost: _agent_lost,
     events.HealthReported: _health_reported,
+    events.DeviceDrained: _device_drained,
     events.InventoryReported: _inventory_reported,
     events.AttemptLaunched: _attempt_launched,
     events.WorkersStarted: _workers_started,
@@ -462,6 +521,8 @@ def next_deadline(state: RunState) -> float | None:
             deadlines.append(state.not_before)
         if state.waiting_since is not None:
             deadlines.append(state.waiting_since + state.policy.wait_for_devices_s)
+        if (release := state.book.next_release(state.t)) is not None:
+            deadlines.append(release)
     if state.status is Status.DRAINING and state.request is not None:
         deadlines.append(state.request.t + state.request.timeout_s)
     return min(deadlines, default=None)
@@ -477,12 +538,14 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
     timed_out = state.waiting_since is not None and t - state.waiting_since >= state.policy.wait_for_devices_s
     connected = {name: node for name, node in state.nodes.items() if node.connected}
     questions: list[Command] = [Ask(node=n, what="health") for n, node in connected.items() if not node.health_known]
-    questions += [Ask(node=n, what="inventory") for n, node in connected.items() if not node.inventory_known]
+    questions += [
+        Ask(node=n, what="inventory", avoid=state.suspects) for n, node in connected.items() if not node.inventory_known
+    ]
     if not connected or questions:
         if timed_out:
             return [_end(t, "unavailable", 69, "no node agent answered within cluster.wait_for_devices")]
         return questions
-    available = {name: node.healthy for name, node in connected.items()}
+    available = {name: state.usable(name, t) for name in connected}
     chosen = placement.choose(available, state.policy)
     if chosen is None:
         why = placement.explain(available, state.policy)
@@ -534,15 +597,23 @@ def _decide_live(state: RunState, t: float) -> list[Command]:
         )
     if state.status is Status.TRAINING:
         bad = [
-            f"device {i} of node {n}"
-            for n, used in state.placement.items()
-            for i in used
-            if i in state.nodes[n].unhealthy
+            f"device {index} of node {name} {why}"
+            for name, used in state.placement.items()
+            for index in used
+            if (why := _unfit(state, name, index, t)) is not None
         ]
         if bad:
-            reason = f"{', '.join(bad)} reported unhealthy"
-            return [Record(event=events.Requested(t=t, request="relaunch", source="health", reason=reason))]
+            request = events.Requested(t=t, request="relaunch", source="health", reason=", ".join(bad))
+            return [Record(event=request)]
     return commands
+
+
+def _unfit(state: RunState, name: str, index: int, t: float) -> str | None:
+    """Why training must leave a device that it runs on; None: it may stay."""
+    if index in state.nodes[name].unhealthy:
+        return "reported unhealthy"
+    why = state.book.why_not(name, index, t)
+    return None if why is None else f"is {why}"
 
 
 def _decide_draining(state: RunState, t: float) -> list[Command]:
@@ -569,19 +640,22 @@ def _failed(state: RunState, t: float, node: str | None, detail: str) -> Command
 def _decide_stopping(state: RunState, t: float) -> list[Command]:
     waiting = [name for name in state.placement if not state.nodes[name].ended]
     if waiting:
-        return [
-            Stop(node=n, attempt=state.attempt, grace=state.failure is None)
-            for n in waiting
-            if state.nodes[n].connected
-        ]
+        return [_stop(state, n) for n in waiting if state.nodes[n].connected]
     return _decide_all_ended(state, t)
+
+
+def _stop(state: RunState, node: str) -> Stop:
+    hung = state.failure is not None and state.failure.hang
+    # After a crash nobody will save, so nobody is given time.
+    return Stop(node=node, attempt=state.attempt, grace=state.failure is None, stacks=hung)
 
 
 def _decide_all_ended(state: RunState, t: float) -> list[Command]:
     """Nothing of the attempt is alive on any node: was that the end, a stop, or an interruption?"""
     all_finished = all(state.nodes[name].finished for name in state.placement)
     request = state.request
-    if state.failure is None and all_finished and request is None:
+    hung_at_the_end = state.failure is not None and state.failure.hang and state.closed
+    if (state.failure is None or hung_at_the_end) and all_finished and request is None:
         if state.stopped:
             return [_end(t, "stopped", 75, _where_to_go_on(state))]
         return [_end(t, "finished", 0, f"training finished at step {state.step}")]
@@ -606,17 +680,36 @@ def _interruption(state: RunState, t: float) -> events.Interrupted:
             t=failure.t, detected_t=failure.detected_t, attempt=state.attempt, node=failure.node, cause="launch",
             severity="launch", lost_steps=0, step=state.step, detail=failure.detail, message=failure.detail,
         )  # fmt: skip
+    if failure.hang:
+        rank = diagnosis.standing_rank(state.exits)
+        return events.Interrupted(
+            t=failure.t, detected_t=failure.detected_t, attempt=state.attempt, node=failure.node,
+            rank=failure.rank if rank is None else rank, cause="hang", severity="process", lost_steps=lost_steps,
+            step=state.step, detail=failure.detail, message=diagnosis.stacks_of(state.exits, rank),
+        )  # fmt: skip
     found = diagnosis.diagnose(
         [diagnosis.Exit.from_json(e) for e in state.exits],
         requested_stop=state.request is not None and state.request.request != "relaunch",
         agent_lost=failure.exitcode is None and failure.rank is None and not state.exits,
+        oom_killed=any(found.get("oom_killed") for found in state.exits),
     )
+    found = _with_kernel_evidence(found, state.exits)
     return events.Interrupted(
         t=failure.t, detected_t=failure.detected_t, attempt=state.attempt,
         node=found.node or failure.node, rank=found.rank if found.rank is not None else failure.rank,
         cause=found.cause, severity=found.severity, planned=False, lost_steps=lost_steps, step=state.step,
         detail=found.detail or failure.detail, message=found.message,
     )  # fmt: skip
+
+
+def _with_kernel_evidence(found: diagnosis.Diagnosis, exits: tuple[dict[str, Any], ...]) -> diagnosis.Diagnosis:
+    """What the GPU's driver reported outweighs what the workers made of it."""
+    reported = [text for found_ in exits for text in found_.get("xids", [])]
+    lost = any(found_.get("gpu_lost") for found_ in exits)
+    if not reported and not lost:
+        return found
+    text = reported[0] if reported else "a GPU has fallen off the bus"
+    return dataclasses.replace(found, cause="device_error", severity="device", detail=f"{found.detail}; {text}")
 
 
 def _end(
@@ -644,6 +737,9 @@ def _budget_spent(state: RunState) -> str | None:
         return f"the job could not be launched {state.launch_failures} times in a row: {last.detail}"
     if policy.max_restarts is not None and state.restarts >= policy.max_restarts:
         return f"restart.max_restarts ({policy.max_restarts}) is spent; the last failure: {last.detail}"
+    incurable = _incurable(state)
+    if incurable is not None:
+        return incurable
     if state.attempts_without_progress >= policy.max_without_progress:
         return (
             f"{state.attempts_without_progress} attempts without a new committed checkpoint "
@@ -653,11 +749,22 @@ def _budget_spent(state: RunState) -> str | None:
 
 
 def _repeats(state: RunState) -> str:
-    if len(state.signatures) < 2:
+    if not state.signatures:
         return ""
     last = state.signatures[-1]
-    same = sum(1 for signature in state.signatures if signature == last)
-    return f", the same failure {same} times at step {last[0]}" if same >= 2 else ""
+    same = sum(1 for signature in state.signatures if signature.same_as(last))
+    return f", the same failure {same} times at step {last.step}" if same >= 2 else ""
+
+
+def _incurable(state: RunState) -> str | None:
+    """Whether the script itself fails: one exception at one step, after two different checkpoints."""
+    if not state.signatures:
+        return None
+    last = state.signatures[-1]
+    paths = {s.path for s in state.signatures if s.same_as(last)}
+    if last.cause != "exception" or len(paths) < 2:
+        return None
+    return f"the same exception at step {last.step} after {len(paths)} different checkpoints: {last.text}"
 
 
 def _unreadable(state: RunState) -> str:

@@ -24,11 +24,13 @@ from ckptd.errors import CkptdError
 from ckptd.link import AgentLink, Message
 from ckptd.node import health, processes, tiers, warm
 from ckptd.node.attempt import Attempt, recorded_workers
+from ckptd.node.evidence import KernelLog, OomCounter
 from ckptd_shim import contract
 
 log = logging.getLogger(__name__)
 
 LIVE_INTERVAL_S = 0.5
+WARMTH_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ class Agent:
         self._exiting = asyncio.Event()
         self._control_seq = 0
         self._warmth: warm.Warmth | None = None
+        self._kernel = KernelLog()
         self._ended: set[int] = set()
         """Attempts whose end was told: a stop that crossed that news on the way needs no other answer."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -112,7 +115,13 @@ class Agent:
         self._loop.call_soon_threadsafe(lambda: self._link.event("requested", request="stop", source=source))
 
     async def _main(self) -> None:
-        jobs = [self._link.run(), self._tell_where_training_is(), self._watch_health(), self._watch_orphanhood()]
+        jobs = [
+            self._link.run(),
+            self._tell_where_training_is(),
+            self._watch_health(),
+            self._watch_orphanhood(),
+            self._keep_warm(),
+        ]
         tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(job) for job in jobs]
         stopped: asyncio.Task[Any] = asyncio.ensure_future(self._exiting.wait())
         done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -144,13 +153,13 @@ class Agent:
         elif kind == "launch":
             self._launch(order)
         elif kind == "stop":
-            self._stop(int(order["attempt"]), grace=bool(order["grace"]))
+            self._stop(int(order["attempt"]), grace=bool(order["grace"]), stacks=bool(order.get("stacks")))
         elif kind == "control":
             self._control(order)
         elif kind == "ask" and order["what"] == "health":
             self._spawn(self._answer_health())
         elif kind == "ask" and order["what"] == "inventory":
-            self._spawn(self._answer_inventory())
+            self._spawn(self._answer_inventory(order.get("avoid", [])))
         elif kind == "prune":
             self._spawn(self._prune(order))
         elif kind == "exit":
@@ -199,6 +208,8 @@ class Agent:
             release=lambda: None,
             spare=self._own_children,
             stop_grace_s=self.settings.stop_grace_s,
+            oom=OomCounter(),
+            kernel=self._kernel,
         )
         self.attempt = attempt
         self._orders.put(order)
@@ -260,9 +271,9 @@ class Agent:
             common["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in indices)
         return {local: {**common, "CKPTD_DEVICE": str(index)} for local, index in enumerate(indices)}
 
-    def _stop(self, number: int, *, grace: bool) -> None:
+    def _stop(self, number: int, *, grace: bool, stacks: bool) -> None:
         if self.attempt is not None and self.attempt.number == number:
-            self.attempt.stop(grace=grace)
+            self.attempt.stop(grace=grace, stacks=stacks)
         elif number not in self._ended:
             self._spawn(self._sweep_orphans(number))
 
@@ -299,11 +310,11 @@ class Agent:
         assert self._health is not None
         self._link.event("health_reported", unhealthy=sorted(self._health.unhealthy), detail=self._health.detail)
 
-    async def _answer_inventory(self) -> None:
+    async def _answer_inventory(self, avoid: list[str]) -> None:
         assert self.settings is not None
         for tier in self.settings.tiers:
             await asyncio.to_thread(tiers.clear_graves, tier)
-        answer = await asyncio.to_thread(tiers.inventory, self.settings.tiers, self.run_id)
+        answer = await asyncio.to_thread(tiers.inventory, self.settings.tiers, self.run_id, avoid)
         self._link.event("inventory_reported", **answer)
 
     async def _prune(self, order: Message) -> None:
@@ -326,6 +337,13 @@ class Agent:
             if self.attempt is not None and self.attempt.workers:
                 self._link.live(self.attempt.live())
             await asyncio.sleep(LIVE_INTERVAL_S)
+
+    async def _keep_warm(self) -> None:
+        """Replace a forkserver that died or whose modules changed now, not when the next launch waits for it."""
+        while True:
+            await asyncio.sleep(WARMTH_INTERVAL_S)
+            if self._warmth is not None and (self.attempt is None or self.attempt.workers):
+                await asyncio.to_thread(self._warmth.kindle)
 
     async def _watch_health(self) -> None:
         while True:

@@ -13,15 +13,19 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptd.core import kernel_log
 from ckptd.node import processes
+from ckptd.node.evidence import KernelLog, OomCounter
 from ckptd.node.processes import Process
 from ckptd.node.reports import EVENT_OF_REPORT, ReportTail, live_picture, read_error, read_pulses, tail_of
 from ckptd_shim import contract
 from ckptd_shim.contract import Phase, Report
+from ckptd_shim.launch import STACKS_SIGNAL
 
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.05
+STACKS_PATIENCE_S = 3.0
 EARLY_EXIT_PATIENCE_S = 5.0
 """How long the others may live on after a rank left with status 0 in the middle of training."""
 WORKERS_FILE = "workers.json"
@@ -57,12 +61,15 @@ class Attempt:
     spare: Callable[[], Collection[int]] = tuple
     """Pids of the agent's own children, which are no part of any attempt."""
     stop_grace_s: float = 3.0
+    oom: OomCounter = field(default_factory=OomCounter)
+    kernel: KernelLog | None = None
     workers: dict[int, Process] = field(default_factory=dict)
     exits: dict[int, Exit] = field(default_factory=dict)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     pulses: dict[int, contract.Pulse] = field(default_factory=dict)
     finished_report: dict[str, Any] | None = None
     _failed: bool = False
+    _wants_stacks: bool = False
     _stopping: bool = False
     _tail: ReportTail | None = None
     _killing: set[int] = field(default_factory=set)
@@ -197,16 +204,42 @@ class Attempt:
         )  # fmt: skip
         self._spawn(self._end(grace=0.0))
 
-    def stop(self, *, grace: bool) -> None:
-        """End all workers: SIGTERM first when they are to be given `stop_grace_s`. Idempotent."""
+    def stop(self, *, grace: bool, stacks: bool = False) -> None:
+        """End all workers: SIGTERM first when they are to be given `stop_grace_s`. Idempotent.
+
+        `stacks`: before that, every rank writes its Python stacks into `rank<k>.stacks`.
+        """
+        self._wants_stacks = stacks
         if self._stopping:
             return
         self._stopping = True
         self._spawn(self._end(grace=self.stop_grace_s if grace else 0.0))
 
+    async def _dump_stacks(self) -> None:
+        """Have every rank that can write its Python stacks, and wait until they have, or will not."""
+        before = {}
+        for rank, worker in self.workers.items():
+            if rank in self.exits or rank not in self.pulses:
+                continue  # before its heartbeat page is there, the signal would end it
+            before[self._stacks_path(rank)] = _size(self._stacks_path(rank))
+            processes.send(worker, STACKS_SIGNAL)
+        deadline = time.monotonic() + STACKS_PATIENCE_S
+        sizes: dict[str, int] = {}
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+            now = {path: _size(path) for path in before}
+            if now == sizes and all(now[path] > before[path] for path in before):
+                return
+            sizes = now
+
+    def _stacks_path(self, rank: int) -> str:
+        return os.path.join(self.directory, contract.stacks_name(rank))
+
     async def _end(self, *, grace: float) -> None:
         """Leave nothing alive, verify that, gather the evidence, and say that the attempt has ended here."""
         self._stopping = True
+        if self._wants_stacks:
+            await self._dump_stacks()
         self._killing |= self.workers.keys() - self.exits.keys()
         if grace > 0:
             for rank in self._killing:
@@ -220,14 +253,10 @@ class Attempt:
             await asyncio.sleep(0.002)  # the loop still has to hear of the last deaths
         self.release()
         self.look()
-        own = {worker.pid for worker in self.workers.values()}
-        leftovers = [p for p in swept.killed if p.pid not in own]
+        ranks = {worker.pid: rank for rank, worker in self.workers.items()}
+        leftovers = [p for p in swept.killed if p.pid not in ranks]
         stopping = bool((self.finished_report or {}).get("stopping"))
-        if (
-            not self._failed
-            and len(self.exits) == len(self.workers)
-            and all(e.exitcode == 0 for e in self.exits.values())
-        ):
+        if not self._failed and len(self.exits) == len(self.workers) and all(map(self._ended_well, self.exits)):
             self.emit(
                 "workers_finished", attempt=self.number, step=self.step, stopping=stopping,
                 closed=self.finished_report is not None,
@@ -240,9 +269,18 @@ class Attempt:
             leftovers=[
                 {"pid": p.pid, "name": swept.names.get(p.pid, "?"), "seconds": swept.seconds} for p in leftovers
             ],
-            unkillable=[{"pid": p.pid, "name": swept.names.get(p.pid, "?")} for p in swept.unkillable],
+            unkillable=[
+                {"pid": p.pid, "name": swept.names.get(p.pid, "?"), "rank": ranks.get(p.pid)} for p in swept.unkillable
+            ],
         )
         self.ended.set()
+
+    def _ended_well(self, rank: int) -> bool:
+        """With status 0, or ended by us after it was through with `close` and would not go."""
+        exit_ = self.exits[rank]
+        return exit_.exitcode == 0 or (
+            exit_.killed_by_us and exit_.phase is Phase.END and self.finished_report is not None
+        )
 
     def _signal_session(self, worker: Process, number: signal.Signals) -> None:
         if processes.alive(worker):
@@ -252,6 +290,8 @@ class Attempt:
     def evidence(self) -> list[dict[str, Any]]:
         """What is known of each worker's end, in the form that the diagnosis reads."""
         first = min((e.mono for e in self.exits.values()), default=0.0)
+        oom = self.oom.rose()
+        kernel = self.kernel.news() if self.kernel is not None else kernel_log.Findings()
         found = []
         for rank in sorted(self.workers):
             exit_ = self.exits.get(rank)
@@ -265,6 +305,10 @@ class Attempt:
                     "t": exit_.mono - first if exit_ is not None else 0.0,
                     "killed_by_us": exit_.killed_by_us if exit_ is not None else True,
                     "left_early": exit_ is not None and exit_.exitcode == 0 and self._left_early(rank),
+                    "oom_killed": oom or (bool(kernel.oom_killed) and self.workers[rank].pid in kernel.oom_killed),
+                    "xids": [f"Xid {x.number} on {x.bus}: {x.text}" for x in kernel.xids if x.blames_device],
+                    "gpu_lost": kernel.lost,
+                    "stacks": tail_of(self._stacks_path(rank), 16_384) if self._wants_stacks else "",
                     "error": read_error(os.path.join(self.directory, contract.error_name(rank))),
                     "stderr_tail": tail_of(os.path.join(self.directory, contract.stderr_name(rank))),
                     "step": pulse.step if pulse is not None else 0,
@@ -281,6 +325,13 @@ def _how(rank: int, exitcode: int) -> str:
     if exitcode == 0:
         return f"rank {rank} ended early with status 0"
     return f"rank {rank} ended with status {exitcode}"
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
 
 
 def recorded_workers(attempt_dir: str) -> list[Process]:

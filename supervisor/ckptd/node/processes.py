@@ -119,7 +119,7 @@ def _environment(pid: int) -> set[bytes]:
         return set()
 
 
-def send(process: Process, number: signal.Signals) -> None:
+def send(process: Process, number: int) -> None:
     """Signal exactly this process; nothing happens when it is gone."""
     try:
         fd = os.pidfd_open(process.pid)

@@ -90,11 +90,11 @@ def scan(tier: Tier) -> list[Found]:
     return found
 
 
-def inventory(tiers: list[Tier], run_id: str) -> dict[str, Any]:
+def inventory(tiers: list[Tier], run_id: str, avoid: Collection[str] = ()) -> dict[str, Any]:
     """The answer to "which checkpoint?": the fields of `InventoryReported`.
 
     Goes through the commits of this run from the newest, by commit sequence, and takes the first whose files all
-    have the sizes and digests of the marker. Where this run has no commits but an earlier run of the same name has
+    have the sizes and digests of the marker; those in `avoid` (paths) only where there is no other. Where this run has no commits but an earlier run of the same name has
     (its run directory was lost), those are taken, and `chosen.run_id` tells.
     """
     begun = time.monotonic()
@@ -114,7 +114,7 @@ def inventory(tiers: list[Tier], run_id: str) -> dict[str, Any]:
         assert newest.marker is not None
         own = [f for f in committed if f.marker is not None and f.marker.run_id == newest.marker.run_id]
     chosen: dict[str, Any] | None = None
-    for candidate in sorted(own, key=lambda f: f.sequence, reverse=True):
+    for candidate in sorted(own, key=lambda f: (f.path not in avoid, f.sequence), reverse=True):
         try:
             marker = verify_checkpoint(candidate.path, candidate.marker_crc32c)
         except (CheckpointError, OSError) as error:
