@@ -27,7 +27,7 @@ CKPTD = [sys.executable, "-m", "ckptd"]
 TIME_LIMIT_S = 420.0
 POLL_S = 0.2
 STEPS_BEFORE_KILL = 50
-STEPS_BEFORE_BAD_DEVICE = 110
+STEPS_BEFORE_BAD_DEVICE = 100
 BOLD = "\033[1m" if sys.stdout.isatty() else ""
 RESET = "\033[0m" if sys.stdout.isatty() else ""
 
@@ -83,6 +83,11 @@ class Run:
             raise DemoFailed(f"waited {TIME_LIMIT_S:.0f} s in all, and still no {what}")
         time.sleep(POLL_S)
 
+    def wait_for_unsaved_steps(self, count: int) -> None:
+        """Until so many steps are complete that no checkpoint holds."""
+        while (status := self.status())["step"] < status["last_committed"]["step"] + count:
+            self.wait_a_moment("steps since the newest checkpoint")
+
     def status(self) -> dict[str, Any]:
         answer = subprocess.run([*CKPTD, "status", "--json", self.run_dir], capture_output=True, text=True, check=False)
         if answer.returncode != 0:
@@ -124,7 +129,7 @@ def show(run: Run) -> None:
     first = run.wait_for("a first checkpoint", "save_committed", attempt=1)
     say(f"the first checkpoint is committed, at step {first['step']}: from now on the interval is derived")
     run.wait_for("more checkpoints", "save_committed", attempt=1, step=max(STEPS_BEFORE_KILL, first["step"] + 1))
-    time.sleep(0.8)  # a few steps that no checkpoint holds
+    run.wait_for_unsaved_steps(2)
 
     pid = workers["1"]["pid"]
     say(f"FAULT 1: kill -9 {pid}, which is rank 1 of 2")

@@ -22,6 +22,10 @@ REDIAL_PATIENCE_S = 30.0
 """How long a living agent may take to dial back before it counts as lost."""
 MAX_AGENT_STARTS = 3
 """Agents that die before they say hello, in a row, before the run gives up."""
+SILENCE_S = 60.0
+"""A connected agent speaks twice a second. One that is silent for so long hangs, and is replaced."""
+LONGEST_TURN_S = 2.0
+"""What one turn of the daemon's loop may count as silence: a daemon that itself stood still has heard nobody."""
 EXIT_PATIENCE_S = 10.0
 
 
@@ -32,6 +36,7 @@ class Session:
     node: str
     agent_id: str
     channel: Channel
+    silent_s: float = 0.0
 
 
 class Agents:
@@ -48,6 +53,7 @@ class Agents:
         self._said: set[tuple[Any, ...]] = set()
         self._lost_contact: dict[str, float] = {}
         self._starts: dict[str, int] = {}
+        self._turned = time.monotonic()
 
     # --- connections ---
 
@@ -112,8 +118,15 @@ class Agents:
         if state.status is Status.ENDED:
             return
         now = time.monotonic()
+        passed, self._turned = min(now - self._turned, LONGEST_TURN_S), now
         for node in self._launcher.nodes():
-            if node in self._sessions:
+            session = self._sessions.get(node)
+            if session is not None:
+                session.silent_s += passed
+                if session.silent_s > SILENCE_S:
+                    log.warning("the agent of node %s has said nothing for %.0f s; it is replaced", node, SILENCE_S)
+                    session.silent_s = 0.0
+                    self._launcher.kill(node)
                 continue
             if self._launcher.alive(node):
                 since = self._lost_contact.setdefault(node, now)

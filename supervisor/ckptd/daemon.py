@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -25,8 +24,9 @@ from ckptd.core import events, picture
 from ckptd.core.devices import device_of_rank
 from ckptd.core.hang import Beat, Detector, Limits
 from ckptd.core.run import LIVE, Ask, Command, Launch, Record, Status, Steer, Stop, next_deadline
-from ckptd.errors import ExitStatus, LedgerFull
+from ckptd.errors import ExitStatus
 from ckptd.jobspec import JobSpec
+from ckptd.journal import Journal, Origin
 from ckptd.launchers.base import Launcher
 from ckptd.ledger import Ledger
 from ckptd.link import Channel, Message
@@ -39,6 +39,8 @@ TICK_S = 1.0
 PROGRESS_INTERVAL_S = 60.0
 FIRST_PROGRESS_S = 3.0
 ASK_AGAIN_S = 2.0
+HELLO_PATIENCE_S = 10.0
+"""How long a connection may say nothing before it is closed."""
 MAX_RECORDS = 100
 """Records in a row that a decision may ask for: more is a loop, which must not fill the disk."""
 
@@ -58,8 +60,8 @@ class Daemon:
         self.live: status.Live = {}
         self.observers: list[Observer] = []
         self._ledger = ledger
+        self._journal = Journal(ledger, acknowledge=self._acknowledge, tell=self._note)
         self._socket_path = socket_path
-        self._unwritten: deque[events.Event] = deque()
         self._control: contract.Control | None = None
         self._steer: Steer | None = None
         self._wake = asyncio.Event()
@@ -95,20 +97,13 @@ class Daemon:
         self._act()
 
     def _append(self, event: events.Event) -> None:
-        try:
-            self._flush_unwritten()
-            self._ledger.append(event)
-        except LedgerFull as error:
-            # Training does not stop because its history cannot be written: it is kept, and written when it can be.
-            if not self._unwritten:
-                log.error("%s; ckptd goes on and keeps what happens in memory", error)
-            self._unwritten.append(event)
+        self._journal.append(event)
         self._fold(event)
 
-    def _flush_unwritten(self) -> None:
-        while self._unwritten:
-            self._ledger.append(self._unwritten[0])
-            self._unwritten.popleft()
+    def _acknowledge(self, origin: Origin) -> None:
+        session = self.agents.session(origin.node)
+        if session is not None and session.agent_id == origin.agent_id:
+            session.channel.send({"type": "ack", "seq": origin.seq})
 
     def _fold(self, event: events.Event) -> None:
         self.picture = picture.apply(self.picture, event)
@@ -146,6 +141,7 @@ class Daemon:
             )  # fmt: skip
             await self._until_ended()
             await self.agents.dismiss()
+            self._journal.close()
         finally:
             server.close()
             with contextlib.suppress(OSError):
@@ -168,9 +164,7 @@ class Daemon:
         self.agents.mind(self.picture.run)
         self._note_progress()
         self._watch_for_hangs()
-        if self._unwritten:
-            with contextlib.suppress(LedgerFull):
-                self._flush_unwritten()
+        self._journal.retry()
         self._act()
 
     def _act(self) -> None:
@@ -293,7 +287,10 @@ class Daemon:
     # --- connections ---
 
     async def _serve(self, channel: Channel) -> None:
-        first = await asyncio.wait_for(channel.receive(), 10.0)
+        try:
+            first = await asyncio.wait_for(channel.receive(), HELLO_PATIENCE_S)
+        except TimeoutError:
+            raise link.LinkError(f"nothing was said for {HELLO_PATIENCE_S:g} s") from None
         if first is None:
             return
         if first["type"] == "request":
@@ -342,7 +339,7 @@ class Daemon:
         session = await self.agents.admit(channel, hello)
         if session is None:
             return
-        acknowledged = self._ledger.acknowledged(session.node, session.agent_id)
+        acknowledged = self._journal.acknowledged(session.node, session.agent_id)
         settings = orders.settings(self.spec, len(hello.get("devices", [])))
         channel.send({"type": "welcome", "settings": settings, "acknowledged": acknowledged})
         self._control = None  # whatever it says now, say it to this agent
@@ -360,6 +357,7 @@ class Daemon:
                 self._wake.set()
 
     def _from_agent(self, session: Session, message: Message) -> None:
+        session.silent_s = 0.0
         if message["type"] == "live":
             if message.get("attempt") == self.picture.run.attempt:
                 self.live.update(message["ranks"])
@@ -372,31 +370,19 @@ class Daemon:
             log.warning("node %s sent a message of an unknown kind: %s", session.node, message["type"])
 
     def _event_from_agent(self, session: Session, message: Message) -> None:
-        seq = int(message["seq"])
-        t = self.clock.now() - float(message.get("age_s", 0.0))
-        data = dict(message["data"])
-        if "detected_age_s" in data:
-            data["detected_t"] = t + float(data.pop("detected_age_s"))
-        if message["kind"] == "requested":
-            data |= {"exit_status": ExitStatus.REQUEUE, "timeout_s": orders.drain_timeout(self.picture.estimate)}
         try:
-            event = events.from_parts(
-                message["kind"], data, t=t, at=time.time(), attempt=message.get("attempt"), node=session.node,
-                rank=message.get("rank"),
-            )  # fmt: skip
-        except (KeyError, TypeError) as error:
-            log.warning("node %s sent an event that cannot be read (%s): %r", session.node, error, message)
-            session.channel.send({"type": "ack", "seq": seq})
+            origin = Origin(node=session.node, agent_id=session.agent_id, seq=int(message["seq"]))
+            age = float(message.get("age_s", 0.0))
+        except (KeyError, TypeError, ValueError) as error:
+            raise link.LinkError(f"an event without a number or an age: {error!r}") from None
+        try:
+            event = self._read_event(session, message, t=self.clock.now() - age)
+        except (KeyError, TypeError, ValueError) as error:
+            log.warning("node %s sent an event that cannot be read (%r): %.500r", session.node, error, message)
+            if not self._journal.waiting:
+                self._acknowledge(origin)  # it would be no better the next time
             return
-        try:
-            self._flush_unwritten()
-            new = self._ledger.append_from_agent(event, session.node, session.agent_id, seq)
-        except LedgerFull as error:
-            log.error("%s; ckptd goes on and keeps what happens in memory", error)
-            self._unwritten.append(event)
-            new = True
-        session.channel.send({"type": "ack", "seq": seq})
-        if not new:
+        if not self._journal.append_from_agent(event, origin):
             return
         self._fold(event)
         if isinstance(event, events.HealthReported):
@@ -409,6 +395,17 @@ class Daemon:
             self.agents.forget_said(session, ("ask", "inventory"))
             self._say_what_was_found(event)
         self._act()
+
+    def _read_event(self, session: Session, message: Message, *, t: float) -> events.Event:
+        data = dict(message["data"])
+        if "detected_age_s" in data:
+            data["detected_t"] = t + float(data.pop("detected_age_s"))
+        if message["kind"] == "requested":
+            data |= {"exit_status": ExitStatus.REQUEUE, "timeout_s": orders.drain_timeout(self.picture.estimate)}
+        return events.from_parts(
+            message["kind"], data, t=t, at=time.time(), attempt=message.get("attempt"), node=session.node,
+            rank=message.get("rank"),
+        )  # fmt: skip
 
     def _say_what_was_found(self, event: events.InventoryReported) -> None:
         """Tell a person what is odd about the checkpoints that were found."""

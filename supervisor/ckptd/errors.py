@@ -69,6 +69,8 @@ class LedgerFull(LedgerError):
 
 class DaemonUnreachable(CkptdError):
     exit_status = ExitStatus.UNAVAILABLE
+    connected = False
+    """Somebody took the call, and then said nothing that makes sense."""
 
 
 class LaunchError(CkptdError):

@@ -31,6 +31,7 @@ from ckptd.errors import DaemonUnreachable
 PROTOCOL = 1
 MAX_LINE = 4 * 1024 * 1024
 """A longer line ends the connection: nothing that we send is near it."""
+CLOSE_PATIENCE_S = 2.0
 REDIAL_S = 0.2
 MAX_REDIAL_S = 5.0
 
@@ -83,13 +84,19 @@ class Channel:
             self._writer.write(encode(message))
 
     async def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            await self._writer.drain()
+        """Wait until the other end has taken what was sent, but not for ever."""
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(self._writer.drain(), CLOSE_PATIENCE_S)
 
     async def close(self) -> None:
+        """Close, after what was sent has left; an end that takes nothing more is cut off."""
         self._writer.close()
-        with contextlib.suppress(OSError, asyncio.CancelledError):
-            await self._writer.wait_closed()
+        try:
+            await asyncio.wait_for(self._writer.wait_closed(), CLOSE_PATIENCE_S)
+        except (OSError, TimeoutError):
+            pass
+        finally:
+            self._writer.transport.abort()  # does nothing to a transport that is closed
 
 
 async def listen(path: str, serve: Callable[[Channel], Awaitable[None]]) -> asyncio.Server:
@@ -100,7 +107,11 @@ async def listen(path: str, serve: Callable[[Channel], Awaitable[None]]) -> asyn
         try:
             await serve(channel)
         except LinkError as error:
-            log.warning("connection refused: %s", error)
+            log.warning("a connection was closed: %s", error)
+        except Exception:
+            log.exception("serving a connection failed")
+        except asyncio.CancelledError:
+            pass  # the daemon ends; asyncio would print a traceback for each connection that is still there
         finally:
             await channel.close()
 
@@ -166,6 +177,7 @@ class AgentLink:
                 self._channel = None
                 await channel.close()
             await asyncio.sleep(delay)
+            delay = min(MAX_REDIAL_S, delay * 1.5)
 
     async def _greet(self, channel: Channel) -> bool:
         channel.send({"type": "hello", "protocol": PROTOCOL, **self._hello()})
@@ -207,18 +219,19 @@ def ask_daemon(path: str, request: Message, *, timeout: float = 10.0) -> Message
     Raises:
         DaemonUnreachable: nobody listens there, or no answer came within `timeout` seconds.
     """
+    connected = False
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(timeout)
             sock.connect(path)
+            connected = True
             sock.sendall(encode({**request, "type": "request"}))
             with sock.makefile("rb") as file:
                 line = file.readline(MAX_LINE)
-    except OSError as error:
-        raise DaemonUnreachable(f"no ckptd daemon answers at {path}: {error}") from None
-    if not line:
-        raise DaemonUnreachable(f"the ckptd daemon at {path} closed the connection without an answer")
-    try:
+        if not line:
+            raise LinkError("the connection was closed without an answer")
         return decode(line)
-    except LinkError as error:
-        raise DaemonUnreachable(f"the ckptd daemon at {path} answered what cannot be read: {error}") from None
+    except (OSError, LinkError) as error:
+        unreachable = DaemonUnreachable(f"no ckptd daemon answers at {path}: {error}")
+        unreachable.connected = connected
+        raise unreachable from None

@@ -28,18 +28,27 @@ def status(run: str | None, as_json: bool) -> int:
 
 
 def read_status(run_dir: RunDir) -> dict[str, Any]:
-    """The status from the daemon, or, where none lives, from a replay of the ledger."""
+    """The status from the daemon, or, where none lives, from a replay of the ledger.
+
+    Raises:
+        DaemonUnreachable: one lives and gives no answer. The ledger would say what was, and look like what is.
+        UsageError: the run was never started.
+    """
     try:
         answer = ask_daemon(run_dir.socket_path(), {"what": "status"})
         return dict(answer["status"])
-    except DaemonUnreachable:
-        pass
+    except DaemonUnreachable as error:
+        holder = run_dir.lock_holder()
+        if holder is not None and error.connected:
+            raise DaemonUnreachable(f"the run is supervised by {holder}, which does not answer: {error}") from None
     from ckptd import status as status_module
     from ckptd.core import picture
     from ckptd.ledger import Ledger
 
     with Ledger.open(run_dir.ledger_path, readonly=True) as ledger:
         replayed = picture.replay(event for _, event in ledger.events())
+        if not replayed.run.policy.run_id:
+            raise UsageError(f"the run in {run_dir.path} was never started; `ckptd run` starts it")
         return status_module.document(replayed, t=ledger.last_t())
 
 
@@ -106,6 +115,10 @@ def _readable(status: dict[str, Any]) -> str:
 def stop(run: str | None, as_json: bool, now: bool, wait: bool) -> int:
     """Have RUN save at the next step and stop; its daemon exits with status 75."""
     run_dir = find_run(run)
+    over = _outcome(run_dir)
+    if over is not None:
+        print(json.dumps({"accepted": False, "outcome": over}) if as_json else f"it is over already: {over['detail']}")
+        return ExitStatus.FINISHED
     answer = _request(run_dir, "stop_now" if now else "stop")
     while wait and _lives(run_dir):
         time.sleep(0.1)
@@ -125,16 +138,21 @@ def stop(run: str | None, as_json: bool, now: bool, wait: bool) -> int:
 def save(run: str | None, as_json: bool, timeout: float) -> int:
     """Have RUN save a checkpoint at the next step, and wait until it is committed."""
     run_dir = find_run(run)
-    before = read_status(run_dir)
+    over = _outcome(run_dir)
+    if over is not None:
+        raise UsageError(f"there is nothing to save, the run is over: {over['detail']}")
     _request(run_dir, "save")
+    before = read_status(run_dir)
     deadline = time.monotonic() + timeout
     done: dict[str, Any] | None = None
     while time.monotonic() < deadline:
         now = read_status(run_dir)
         if now["saves"]["failed"] > before["saves"]["failed"]:
             raise UsageError(f"the save failed; see `ckptd events {run_dir.path}`")
-        if now["saves"]["committed"] > before["saves"]["committed"]:
-            done = now["last_committed"]
+        committed = now["last_committed"]
+        # A save that was under way before this one was asked for is of an earlier step, and does not count.
+        if now["saves"]["committed"] > before["saves"]["committed"] and committed["step"] >= before["step"]:
+            done = committed
             break
         if now["daemon"] is None:
             raise DaemonUnreachable("the daemon ended before the save was committed")
@@ -178,6 +196,18 @@ def _drain(run_dir: RunDir, what: str, device: str, *, as_json: bool) -> int:
         else f"{', '.join(answer['devices'])}: {verb}"
     )
     return ExitStatus.FINISHED
+
+
+def _outcome(run_dir: RunDir) -> dict[str, Any] | None:
+    """How a run ended, None for one that a daemon is at work on. Raises DaemonUnreachable where neither is so."""
+    document = read_status(run_dir)
+    if document["daemon"] is None and document["outcome"] is None:
+        raise DaemonUnreachable(
+            f"no daemon supervises {document['name']}, which was {document['state']} when the last one left; "
+            f"`ckptd run {run_dir.job_path}` takes it up again, and whatever of it still runs"
+        )
+    outcome: dict[str, Any] | None = document["outcome"]
+    return outcome
 
 
 def _request(run_dir: RunDir, what: str) -> dict[str, Any]:

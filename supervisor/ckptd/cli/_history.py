@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from typing import Any
 
@@ -63,8 +64,13 @@ def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
     run_dir = find_run(run)
     spec = jobspec.load(run_dir.job_path, check=False)
     found: list[tiers.Found] = []
+    unreadable = False
     for tier in orders.settings(spec)["tiers"]:
-        found += tiers.scan(tiers.Tier.from_dict(tier))
+        try:
+            found += tiers.scan(tiers.Tier.from_dict(tier))
+        except OSError as error:
+            print(f"ckptd: tier {tier['name']!r} cannot be read: {error}", file=sys.stderr)
+            unreadable = True
     found.sort(key=lambda f: (f.sequence, f.step), reverse=True)
     rows = [_row(item, verify=verify) for item in found]
     bad = [row for row in rows if row["state"] == "damaged"]
@@ -78,7 +84,7 @@ def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
             print(f"step {row['step']:<9} {row['tier']:8} {row['state']:11} {about:24} {row['path']}{note}{problem}")
         if not rows:
             print("no checkpoints yet")
-    return ExitStatus.FAILED if verify and bad else ExitStatus.FINISHED
+    return ExitStatus.FAILED if unreadable or (verify and bad) else ExitStatus.FINISHED
 
 
 def _row(found: tiers.Found, *, verify: bool) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import queue
 import sys
+import threading
 import time
 import uuid
 
@@ -25,16 +28,24 @@ from ckptd.web.metrics import Tally
 
 REFRESH_S = 0.5
 QUIET_REFRESH_S = 30.0
+MAX_UNREAD = 1000
+CLOSE_PATIENCE_S = 2.0
 
 
 class Terminal:
-    """What the person who typed `ckptd run` sees: a line for each thing that happens, and one that lives."""
+    """What the person who typed `ckptd run` sees: a line for each thing that happens, and one that lives.
+
+    A thread writes it: a terminal that is held by Ctrl-S, or a pipe that nobody reads, blocks that thread alone.
+    """
 
     def __init__(self) -> None:
-        self._tty = sys.stderr.isatty()
+        self.tty = sys.stderr.isatty()
         self._shown = ""
-        self._printed = 0.0
-        self._gone = False
+        self._queue: queue.Queue[str | None] = queue.Queue(maxsize=MAX_UNREAD)
+        # Not through sys.stderr, whose lock a blocked thread would keep until the end of the process, and beyond.
+        self._fd = sys.stderr.fileno()
+        self._thread = threading.Thread(target=self._write_for_ever, name="terminal", daemon=True)
+        self._thread.start()
 
     def event(self, event: events.Event) -> None:
         """Show one event."""
@@ -44,41 +55,46 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Print above the living line. A terminal that was closed is no reason to stop."""
-        self._write(
-            ("\r\x1b[K" if self._tty and self._shown else "") + text + "\n" + (self._shown if self._tty else "")
-        )
+        self._write(("\r\x1b[K" if self.tty and self._shown else "") + text + "\n" + (self._shown if self.tty else ""))
 
     def refresh(self, line: str) -> None:
-        """Renew the living line; where output is no terminal, print it now and then."""
-        if self._tty:
+        """Renew the living line; where output is no terminal, print it."""
+        if self.tty:
             width = max(20, _columns() - 1)
             self._shown = line[:width]
             self._write("\r\x1b[K" + self._shown)
-        elif time.monotonic() - self._printed > QUIET_REFRESH_S:
-            self._printed = time.monotonic()
+        else:
             self._write(f"{_text.clock(time.time())} {line}\n")
 
     def close(self) -> None:
-        """Leave the living line."""
-        if self._tty and self._shown:
+        """Leave the living line, and wait a moment for what is not written yet. Nothing is shown after this."""
+        if self.tty and self._shown:
             self._shown = ""
             self._write("\r\x1b[K")
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        self._thread.join(CLOSE_PATIENCE_S)
 
     def _write(self, text: str) -> None:
-        if self._gone:
-            return
-        try:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-        except (OSError, ValueError):
-            self._gone = True
+        with contextlib.suppress(queue.Full):  # nobody reads: what is new is not worth the memory
+            self._queue.put_nowait(text)
+
+    def _write_for_ever(self) -> None:
+        while (text := self._queue.get()) is not None:
+            data = text.encode(errors="backslashreplace")
+            try:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+            except OSError:
+                return  # a terminal that was closed is no reason to stop
 
 
 def _columns() -> int:
     try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except OSError:
-        return 120
+        columns = 0
+    return columns or 120  # a terminal that nobody told its size says 0
 
 
 @click.command()
@@ -127,11 +143,11 @@ def _supervise(spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger) -> int:
         terminal.say(f"warning: {ledger.warning}")
     try:
         status = asyncio.run(_run(daemon, terminal))
+        _farewell(daemon, terminal)
     finally:
-        terminal.close()
         if web is not None:
             web.close()
-    _farewell(daemon, terminal)
+        terminal.close()
     return status
 
 
@@ -154,7 +170,7 @@ def _web(spec: jobspec.JobSpec, daemon: Daemon, tally: Tally, terminal: Terminal
 async def _run(daemon: Daemon, terminal: Terminal) -> int:
     async def refresh() -> None:
         while True:
-            await asyncio.sleep(REFRESH_S)
+            await asyncio.sleep(REFRESH_S if terminal.tty else QUIET_REFRESH_S)
             terminal.refresh(_text.status_line(daemon.status()))
 
     showing = asyncio.create_task(refresh())

@@ -41,12 +41,14 @@ class LocalLauncher:
             "socket": self._socket,
             "devices_wanted": self._devices,
         }
+        # ckptd may itself run inside a worker of another run, whose marks must not be taken for this one's.
+        inherited = {k: v for k, v in os.environ.items() if k not in (contract.ENV_ATTEMPT, contract.ENV_LAUNCH)}
         try:
             with open(self._log, "ab") as output:
                 self._child = subprocess.Popen(
                     [sys.executable, "-m", "ckptd.node", json.dumps(options)],
                     cwd=self._workdir,
-                    env={**os.environ, contract.ENV_RUN_ID: self._run_id},
+                    env={**inherited, contract.ENV_RUN_ID: self._run_id},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -6,6 +6,7 @@ The event loop lives in a thread; the main thread belongs to elastic, which need
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 LIVE_INTERVAL_S = 0.5
 WARMTH_INTERVAL_S = 5.0
+ALONE_SAVE_S = 600.0
+"""How long an attempt may take to save and stop when no daemon is there to say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +115,7 @@ class Agent:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         source = f"{signal.Signals(number).name} to the agent of node {self.node}"
-        self._loop.call_soon_threadsafe(lambda: self._link.event("requested", request="stop", source=source))
+        self._loop.call_soon_threadsafe(self._asked_to_stop, source)
 
     async def _main(self) -> None:
         jobs = [
@@ -188,6 +191,12 @@ class Agent:
             self._warmth = warm.Warmth(recipe)
             self._warmth.kindle()
 
+    def _asked_to_stop(self, source: str) -> None:
+        """Somebody sent this agent a signal: the daemon decides, and where there is none, the agent does."""
+        self._link.event("requested", request="stop", source=source)
+        if not self._link.connected:
+            self._save_and_leave(source)
+
     # --- orders ---
 
     def _launch(self, order: Message) -> None:
@@ -225,13 +234,15 @@ class Agent:
         from ckptd.node import elastic
 
         attempt = self.attempt
-        if attempt is None:
+        if attempt is None or not attempt.claim():
             return
 
         def on_started(pids: dict[int, int], warm: bool) -> None:
             mono = time.monotonic()
             fds = {rank: os.pidfd_open(pid) for rank, pid in pids.items()}
             self._loop.call_soon_threadsafe(attempt.started, pids, fds, mono, warm)
+            if self._warmth is not None and not warm:
+                self._loop.call_soon_threadsafe(self._say_why_cold, self._warmth.why_cold)
 
         try:
             context = contract.LaunchContext.from_json(json.dumps(order["context"]), where="launch order")
@@ -255,8 +266,10 @@ class Agent:
             agent.run()
         except Exception as error:
             log.exception("launching attempt %d failed", attempt.number)
-            if not attempt.workers:
-                self._loop.call_soon_threadsafe(attempt.launch_failed, f"{type(error).__name__}: {error}")
+            self._loop.call_soon_threadsafe(attempt.launch_failed, f"{type(error).__name__}: {error}")
+
+    def _say_why_cold(self, why: str) -> None:
+        self._link.event("noted", level="warning", what=f"workers were started cold: {why}")
 
     def _environments(self, order: Message, launch_file: str) -> dict[int, dict[str, str]]:
         """The variables of each local rank, on top of this process's own and of what elastic sets."""
@@ -334,8 +347,8 @@ class Agent:
 
     async def _tell_where_training_is(self) -> None:
         while True:
-            if self.attempt is not None and self.attempt.workers:
-                self._link.live(self.attempt.live())
+            # Said even where nothing runs: an agent that is silent counts as hanging.
+            self._link.live(self.attempt.live() if self.attempt is not None else {"attempt": None, "ranks": {}})
             await asyncio.sleep(LIVE_INTERVAL_S)
 
     async def _keep_warm(self) -> None:
@@ -365,26 +378,37 @@ class Agent:
                 continue
             timeout = self.settings.orphan_timeout_s if self.settings is not None else 60.0
             alone = time.monotonic() - self._link.last_contact
-            if alone < timeout:
-                continue
-            if self.attempt is None:
-                log.warning("no daemon for %.0f s and nothing to carry: leaving", alone)
-                self._exiting.set()
-                return
-            if not asked:
+            if alone >= timeout and not asked:
                 asked = True
-                log.warning("no daemon for %.0f s: saving and stopping attempt %d", alone, self.attempt.number)
-                document = contract.Control(
-                    seq=self._control_seq + 1_000_000, attempt=self.attempt.number, interval_s=None,
-                    interval_steps=None, save_request=1_000_000, stop_after_save=True,
-                    reason="no daemon within cluster.orphan_timeout", issued_at=time.time(),
-                )  # fmt: skip
-                document.write(os.path.join(self.run_dir, contract.CONTROL_FILE))
-                self._spawn(self._stop_late(self.attempt))
+                log.warning("no daemon for %.0f s", alone)
+                self._save_and_leave("no daemon within cluster.orphan_timeout")
+
+    def _save_and_leave(self, reason: str) -> None:
+        """Nobody decides for this agent any more: have the attempt save and stop, then go."""
+        attempt = self.attempt
+        if attempt is None:
+            log.warning("leaving: %s", reason)
+            self._exiting.set()
+            return
+        log.warning("saving and stopping attempt %d: %s", attempt.number, reason)
+        document = contract.Control(
+            seq=self._control_seq + 1_000_000, attempt=attempt.number, interval_s=None, interval_steps=None,
+            save_request=1_000_000, stop_after_save=True, reason=reason, issued_at=time.time(),
+        )  # fmt: skip
+        try:
+            document.write(os.path.join(self.run_dir, contract.CONTROL_FILE))
+        except OSError as error:
+            log.error("the control file cannot be written (%s): stopping without a save", error)
+            attempt.stop(grace=True)
+        self._spawn(self._stop_late(attempt))
 
     async def _stop_late(self, attempt: Attempt) -> None:
-        await asyncio.sleep(600.0)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(attempt.ended.wait(), ALONE_SAVE_S)
         attempt.stop(grace=True)
+        await attempt.ended.wait()
+        if not self._link.connected:
+            self._exiting.set()
 
 
 def main() -> None:

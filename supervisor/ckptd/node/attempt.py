@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -71,6 +72,10 @@ class Attempt:
     _failed: bool = False
     _wants_stacks: bool = False
     _stopping: bool = False
+    _claimed: bool = False
+    _begun: bool = False
+    _grace: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _tail: ReportTail | None = None
     _killing: set[int] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -79,6 +84,12 @@ class Attempt:
         self._tail = ReportTail(os.path.join(self.directory, contract.REPORT_FILE))
 
     # --- beginning ---
+
+    def claim(self) -> bool:
+        """From the launching thread: whether to launch. Then `started` or `launch_failed` follows, stop or no stop."""
+        with self._lock:
+            self._claimed = not self._stopping
+            return self._claimed
 
     def started(self, pids: dict[int, int], pidfds: dict[int, int], mono: float, warm: bool = False) -> None:
         """The workers exist: rank -> pid, and an open pidfd for each, which this object closes."""
@@ -93,9 +104,15 @@ class Attempt:
         for rank, fd in pidfds.items():
             loop.add_reader(fd, self._on_exit, rank, fd)
         self._spawn(self._watch())
+        self._begun = True
+        if self._stopping:  # the stop came while they were being launched
+            self._spawn(self._end(grace=self._grace))
 
     def launch_failed(self, why: str) -> None:
         """No worker came to be, or not all of them: clean up what did."""
+        if self._begun:
+            return  # all were started, and are watched
+        self._begun = True
         self._failed = True
         now = time.monotonic()
         self.emit("failure_detected", attempt=self.number, mono=now, detected_age_s=0.0, launch=True, detail=why)
@@ -177,6 +194,7 @@ class Attempt:
         if exitcode != 0:
             self._fail(rank)
         elif len(self.exits) == len(self.workers):
+            self._stopping = True
             self._spawn(self._end(grace=0.0))
         elif self._left_early(rank):
             self._spawn(self._suspect(rank))
@@ -209,11 +227,15 @@ class Attempt:
 
         `stacks`: before that, every rank writes its Python stacks into `rank<k>.stacks`.
         """
-        self._wants_stacks = stacks
-        if self._stopping:
-            return
-        self._stopping = True
-        self._spawn(self._end(grace=self.stop_grace_s if grace else 0.0))
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            self._wants_stacks = stacks
+            self._grace = self.stop_grace_s if grace else 0.0
+            being_launched = self._claimed and not self._begun
+        if not being_launched:
+            self._spawn(self._end(grace=self._grace))
 
     async def _dump_stacks(self) -> None:
         """Have every rank that can write its Python stacks, and wait until they have, or will not."""

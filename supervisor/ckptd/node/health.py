@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,9 +122,11 @@ async def _run_command(command: list[str], indices: list[int]) -> Health:
     try:
         out, err = await asyncio.wait_for(process.communicate(), COMMAND_TIMEOUT_S)
     except TimeoutError:
+        # The command may be a script that waits for others: its whole session goes.
         with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), 1.0)
         return Health(detail=f"health.command `{shown}` gave no answer within {COMMAND_TIMEOUT_S:.0f} s")
     if process.returncode != 0:
         said = err.decode(errors="replace").strip()[-500:]
