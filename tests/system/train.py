@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -21,6 +22,7 @@ parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--pause", type=float, default=0.02, help="seconds a step takes besides computing")
 parser.add_argument("--width", type=int, default=32, help="of the hidden layer: size of the checkpoint")
 parser.add_argument("--losses", default="")
+parser.add_argument("--linger", action="store_true", help="rank 1 does not end after the end")
 parser.add_argument("--fault", action="append", default=[], help="KIND:STEP[:RANK[:ATTEMPT]], at the end of that step")
 args = parser.parse_args()
 
@@ -40,11 +42,18 @@ loader = DataLoader(dataset, batch_sampler=GlobalSampler(len(dataset), global_ba
 torch.manual_seed(1000 + rank)  # each rank drops out other units
 shim = TrainerShim(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=loader, seed=4)
 shim.resume()
+began = shim.global_step
 
 
 def faults(step: int) -> None:
     for fault in args.fault:
         kind, at, *rest = fault.split(":")
+        if kind == "device" and os.environ.get("CKPTD_DEVICE") == at and step == began + 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "poison" and began == int(at) and step == began + 3:
+            raise RuntimeError("poisoned")
+        if kind in ("device", "poison"):
+            continue
         where = int(rest[0]) if rest else 0
         when = int(rest[1]) if len(rest) > 1 else attempt
         if step != int(at) or rank != where or attempt != when:
@@ -59,6 +68,10 @@ def faults(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "segv":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if kind == "hang":
+            time.sleep(1e6)
+        if kind == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if kind == "bus":
             os.kill(os.getpid(), signal.SIGBUS)
 
@@ -85,4 +98,6 @@ while shim.global_step < args.steps and not shim.stopping:
         if shim.step(loss=total) or shim.global_step == args.steps:
             break
 shim.close()
+if args.linger and rank == 1:
+    threading.Thread(target=time.sleep, args=(1e6,)).start()
 dist.destroy_process_group()

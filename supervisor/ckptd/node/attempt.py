@@ -262,7 +262,8 @@ class Attempt:
         self._stopping = True
         if self._wants_stacks:
             await self._dump_stacks()
-        self._killing |= self.workers.keys() - self.exits.keys()
+        # One that is dying already was not ended by us: a peer may notice its death before we do.
+        self._killing |= {r for r, w in self.workers.items() if r not in self.exits and not processes.dying(w)}
         if grace > 0:
             for rank in self._killing:
                 self._signal_session(self.workers[rank], signal.SIGTERM)

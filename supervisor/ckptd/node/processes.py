@@ -30,6 +30,7 @@ class Stat:
     state: str
     parent: int
     session: int
+    flags: int
     start_time: int
 
 
@@ -47,6 +48,7 @@ def read_stat(pid: int) -> Stat | None:
         state=fields[0],
         parent=int(fields[1]),
         session=int(fields[3]),
+        flags=int(fields[6]),
         start_time=int(fields[19]),
     )
 
@@ -67,6 +69,15 @@ FORKSERVER_MARK = "forkserver"
 """Value of `CKPTD_ATTEMPT` in a forkserver's environment, which is what /proc shows of everything forked from it."""
 HELPER_MARK = ("CKPTD_ROLE", "helper")
 """In the environment of children that the agent runs for itself."""
+
+
+_PF_EXITING = 0x4
+
+
+def dying(process: Process) -> bool:
+    """Whether a process has begun to end: its connections may be closed already though its death is not known yet."""
+    stat = read_stat(process.pid)
+    return stat is None or stat.start_time != process.start_time or stat.state in "ZX" or bool(stat.flags & _PF_EXITING)
 
 
 def members(
