@@ -207,6 +207,4 @@ def reference_losses(directory: Path, *args: str, world: int = 2) -> dict[int, s
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo",
              "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )  # fmt: skip
-    return dict(
-        (int(step), loss) for step, _, loss in (line.partition(" ") for line in losses.read_text().splitlines())
-    )
+    return {int(step): loss for step, _, loss in (line.partition(" ") for line in losses.read_text().splitlines())}
