@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import signal
 import sqlite3
@@ -16,18 +17,20 @@ from ckptd.journal import Journal, Origin
 from ckptd.ledger import Ledger
 
 
-@pytest.fixture
-def full(tmp_path):
-    """A switch: while it is on, this process may not make any file longer, as on a full disk."""
+@contextlib.contextmanager
+def full():
+    """Within it this process may not make any file longer, as on a full disk.
+
+    No fixture: pytest writes a test's result before it tears fixtures down, and its output may be a file.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    def switch(on):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]) if on else before)
-
-    yield switch
-    switch(False)
-    signal.signal(signal.SIGXFSZ, handler)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.fixture(autouse=True)
@@ -69,20 +72,19 @@ def test_without_trouble_it_is_the_ledger(desk):
     assert desk.told == []
 
 
-def test_a_full_disk_makes_events_late_in_their_order_and_acknowledged_only_then(desk, full):
+def test_a_full_disk_makes_events_late_in_their_order_and_acknowledged_only_then(desk):
     desk.journal.append(note("before"))
-    full(True)
-    first, second = (Origin(node="n", agent_id="a", seq=seq) for seq in (1, 2))
-    desk.journal.append(note("own"))
-    assert desk.journal.append_from_agent(note("1"), first)
-    assert desk.journal.append_from_agent(note("2"), second)
-    assert not desk.journal.append_from_agent(note("1"), first), "told again after a redial"
-    assert desk.acknowledged == []
-    assert [level for level, _ in desk.told] == ["error"], "once, not at every event"
-    assert "no room for the ledger" in desk.told[0][1]
-    desk.journal.retry()
-    assert desk.journal.waiting == 3
-    full(False)
+    with full():
+        first, second = (Origin(node="n", agent_id="a", seq=seq) for seq in (1, 2))
+        desk.journal.append(note("own"))
+        assert desk.journal.append_from_agent(note("1"), first)
+        assert desk.journal.append_from_agent(note("2"), second)
+        assert not desk.journal.append_from_agent(note("1"), first), "told again after a redial"
+        assert desk.acknowledged == []
+        assert [level for level, _ in desk.told] == ["error"], "once, not at every event"
+        assert "no room for the ledger" in desk.told[0][1]
+        desk.journal.retry()
+        assert desk.journal.waiting == 3
     desk.journal.retry()
     assert desk.written() == ["before", "own", "1", "2"]
     assert desk.acknowledged == [first, second]
@@ -105,27 +107,26 @@ def test_a_ledger_that_somebody_holds_locked_is_no_reason_to_stop(tmp_path, monk
     other.close()
 
 
-def test_what_is_still_waiting_at_the_end_is_said(desk, full, caplog):
-    full(True)
-    desk.journal.append(note("lost"))
-    desk.journal.close()
-    assert "1 events could not be written" in caplog.text
+def test_what_is_still_waiting_at_the_end_is_said(desk, caplog):
+    with full():
+        desk.journal.append(note("lost"))
+        desk.journal.close()
+        assert "1 events could not be written" in caplog.text
 
 
-def test_a_daemon_with_a_full_disk_folds_what_it_cannot_write_and_acknowledges_it_later(tmp_path, full):
+def test_a_daemon_with_a_full_disk_folds_what_it_cannot_write_and_acknowledges_it_later(tmp_path):
     async def scene():
         async with living(tmp_path) as house:
             wire = await house.dial()
             wire.send(hello())
             await wire.wait_for("ask")
-            full(True)
-            wire.send(event(1, "health_reported"))
-            wire.send(event(2, "inventory_reported"))
-            order = await wire.wait_for("launch")  # decided in memory
-            assert order["context"]["attempt"] == 1
-            assert house.of(ev.AttemptLaunched) == []
-            assert any("no room for the ledger" in note["what"] for note in house.daemon.status()["notes"])
-            full(False)
+            with full():
+                wire.send(event(1, "health_reported"))
+                wire.send(event(2, "inventory_reported"))
+                order = await wire.wait_for("launch")  # decided in memory
+                assert order["context"]["attempt"] == 1
+                assert house.of(ev.AttemptLaunched) == []
+                assert any("no room for the ledger" in note["what"] for note in house.daemon.status()["notes"])
             while (await wire.wait_for("ack"))["seq"] < 2:
                 pass
             kinds = [e.kind for _, e in house.ledger.events()]

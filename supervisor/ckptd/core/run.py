@@ -72,7 +72,11 @@ class Node:
     ended: bool = False
     """Nothing of the live attempt is left on it."""
     running: int | None = None
-    """The attempt that its agent carries. None although `started`: the agent was replaced, its workers are orphans."""
+    """The attempt that its agent carries. None although `started`: it has ended, which the agent is about to tell."""
+    agent: int = 0
+    """Process id of its agent."""
+    replaced: bool = False
+    """Another agent than the one that was told to launch dialled in: what that one launched, if anything, is unknown."""
 
     @property
     def healthy(self) -> tuple[int, ...]:
@@ -235,10 +239,14 @@ def _daemon_started(state: RunState, event: events.DaemonStarted) -> RunState:
     # What agents told an earlier daemon is old: they say it again when they dial in.
     nodes = {name: dataclasses.replace(node, connected=False) for name, node in state.nodes.items()}
     if state.outcome is not None and state.outcome.outcome != "finished":
-        # Somebody started the run again by hand: budgets begin afresh, history stays.
+        # Somebody started the run again by hand: budgets begin afresh, history stays. A run that was given up because
+        # no agent would start may have left workers behind: they are ended before anything else.
+        left = {name: nodes[name] for name in state.placement if not nodes[name].ended}
         return dataclasses.replace(
-            state, nodes={}, status=Status.STARTING, outcome=None, request=None, attempts_without_progress=0,
-            launch_failures=0, signatures=(), not_before=0.0, waiting_since=event.t, grounds="resume",
+            state, nodes={name: nodes[name] for name in state.placement} if left else {},
+            status=Status.STOPPING if left else Status.STARTING, outcome=None, request=None,
+            attempts_without_progress=0, launch_failures=0, signatures=(), not_before=0.0, waiting_since=event.t,
+            grounds="resume",
         )  # fmt: skip
     if state.status is Status.STARTING:
         return dataclasses.replace(state, nodes=nodes, waiting_since=event.t)
@@ -265,12 +273,14 @@ def _run_ended(state: RunState, event: events.RunEnded) -> RunState:
 
 
 def _agent_connected(state: RunState, event: events.AgentConnected) -> RunState:
+    before = state.nodes.get(event.node or "", Node())
     return dataclasses.replace(
         state,
         book=devices.connected(state.book, event),
         nodes=_node(
             state, event.node, connected=True, lost=False, devices=tuple(int(d["index"]) for d in event.devices),
-            health_known=False, inventory_known=False, running=event.running,
+            health_known=False, inventory_known=False, running=event.running, agent=event.pid,
+            replaced=before.replaced or (state.status in LIVE and event.pid != before.agent),
         ),
     )  # fmt: skip
 
@@ -316,8 +326,8 @@ def _inventory_reported(state: RunState, event: events.InventoryReported) -> Run
 def _attempt_launched(state: RunState, event: events.AttemptLaunched) -> RunState:
     assert event.attempt is not None
     nodes = {
-        name: dataclasses.replace(node, started=False, finished=False, ended=False, running=None)
-        for name, node in state.nodes.items()
+        name: dataclasses.replace(node, started=False, finished=False, ended=False, running=None, replaced=False)
+        for name, node in ({name: Node() for name in event.placement} | dict(state.nodes)).items()
     }
     return dataclasses.replace(
         state,
@@ -582,7 +592,7 @@ def _decide_live(state: RunState, t: float) -> list[Command]:
             continue
         if node.lost:
             return [_failed(state, t, name, f"the agent of node {name} died")]
-        if node.connected and node.started and node.running != state.attempt:
+        if node.connected and node.replaced and node.running != state.attempt:
             return [_failed(state, t, name, f"the agent of node {name} was replaced while its workers ran")]
     commands: list[Command] = [
         Launch(node=name, attempt=state.attempt)

@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paper_cluster import World
+
+from ckptd.core import events as ev
+from ckptd.core import picture, run
+from ckptd.core.policy import Policy
+from ckptd.core.run import Ask, Launch, Record, Status, Steer, Stop
+
+POLICY = Policy(run_id="r", name="n", interval_steps=10, wait_for_devices_s=3600.0)
+
+
+def fold(*history):
+    state = run.RunState()
+    for event in history:
+        state = run.apply(state, event)
+    return state
+
+
+def decide(state, t=100.0):
+    """Decide as the daemon does, its records applied; returns the state, what was recorded and the orders."""
+    recorded = []
+    for _ in range(10):
+        commands = run.decide(state, t)
+        if not any(isinstance(c, Record) for c in commands):
+            return state, recorded, commands
+        assert len(commands) == 1
+        recorded.append(commands[0].event)
+        state = run.apply(state, commands[0].event)
+    raise AssertionError("recorded for ever")
+
+
+def connected(node="a", devices=2, **more):
+    return ev.AgentConnected(t=1.0, node=node, devices=[{"index": i} for i in range(devices)], **more)
+
+
+def chosen(step=10, sequence=1):
+    return {"step": step, "tier": "disk", "path": f"/c/step_{step}", "marker_crc32c": "0", "sequence": sequence}
+
+
+def until_training(policy=POLICY, node="a", resume=None):
+    """The history of a run that has got to train on one node."""
+    return [
+        ev.DaemonStarted(t=0.0, policy=policy.to_dict()),
+        connected(node),
+        ev.HealthReported(t=1.0, node=node),
+        ev.InventoryReported(t=1.0, node=node, chosen=resume, commits=1 if resume else 0),
+        ev.AttemptLaunched(t=2.0, attempt=1, world_size=2, placement={node: [0, 1]}, resume=resume),
+        ev.WorkersStarted(t=3.0, attempt=1, node=node),
+        ev.WorkersInitialised(t=4.0, attempt=1, node=node),
+        ev.StateRestored(t=5.0, attempt=1, node=node, step=(resume or {}).get("step", 0)),
+        ev.FirstStep(t=6.0, attempt=1, node=node, step=1),
+    ]
+
+
+def test_a_launch_waits_for_health_and_inventory_and_takes_what_the_inventory_chose():
+    history = until_training(resume=chosen(40, 4))
+    assert run.decide(fold(*history[:2]), 1.0) == [Ask(node="a", what="health"), Ask(node="a", what="inventory")]
+    assert run.decide(fold(*history[:3]), 1.0) == [Ask(node="a", what="inventory")]
+    state, recorded, orders = decide(fold(*history[:4]))
+    assert [(e.attempt, e.world_size, e.resume) for e in recorded] == [(1, 2, chosen(40, 4))]
+    assert orders == [Launch(node="a", attempt=1)]
+    assert state.step == 40
+
+
+def test_the_states_follow_the_events():
+    history = until_training()
+    seen = [fold(*history[: i + 1]).status.value for i in range(4, len(history))]
+    assert seen == ["launching", "initialising", "restoring", "first_step", "training"]
+
+
+def test_lost_commits_never_make_a_cold_start():
+    history = [*until_training()[:3], ev.InventoryReported(t=1.0, node="a", chosen=None, commits=2, rejected=[
+        {"path": "/c/step_10", "problem": "truncated"}])]  # fmt: skip
+    _, recorded, _ = decide(fold(*history))
+    assert [(type(e), e.outcome, e.exit_status) for e in recorded] == [(ev.RunEnded, "failed", 1)]
+    assert "/c/step_10: truncated" in recorded[0].detail
+
+
+def test_a_commit_in_the_ledger_alone_is_reason_enough_not_to_begin_again():
+    lost = [
+        *until_training(), ev.SaveCommitted(t=7.0, attempt=1, step=10, sequence=1),
+        ev.FailureDetected(t=8.0, detected_t=8.0, attempt=1, node="a", rank=0, exitcode=-9),
+        ev.AttemptEnded(t=9.0, attempt=1, node="a", exits=[{"rank": 0, "exitcode": -9}]),
+    ]  # fmt: skip
+    state, _, _ = decide(fold(*lost), 9.0)
+    state = run.apply(state, ev.HealthReported(t=9.0, node="a"))
+    state = run.apply(state, ev.InventoryReported(t=9.0, node="a", chosen=None, commits=0))
+    _, recorded, _ = decide(state, 9.0)
+    assert [(e.outcome, e.exit_status) for e in recorded] == [("failed", 1)]
+    assert "does not begin again" in recorded[0].detail
+
+
+def test_an_orphaned_node_is_stopped_before_anything_else_happens():
+    state = fold(*until_training(), ev.AgentLost(t=7.0, node="a"))
+    state, recorded, orders = decide(state)
+    assert [type(e) for e in recorded] == [ev.FailureDetected]
+    assert orders == []  # nobody there to tell
+    state = run.apply(state, connected(running=None, pid=2))
+    _, recorded, orders = decide(state)
+    assert (recorded, orders) == ([], [Stop(node="a", attempt=1, grace=False)])
+
+
+def test_an_adopted_agent_goes_on():
+    state = fold(*until_training(), ev.DaemonStarted(t=7.0, policy=POLICY.to_dict()), connected(running=1))
+    assert decide(state)[1:] == ([], [])
+    assert state.status is Status.TRAINING
+
+
+def test_training_that_ended_without_a_daemon_has_finished():
+    state = fold(*until_training(), ev.DaemonStarted(t=7.0, policy=POLICY.to_dict()), connected(running=None))
+    assert decide(state)[1:] == ([], []), "its agent has not told yet how it ended"
+    state = run.apply(state, ev.WorkersFinished(t=8.0, attempt=1, node="a", step=50, closed=True))
+    state = run.apply(state, ev.AttemptEnded(t=8.0, attempt=1, node="a", step=50))
+    assert [(e.outcome, e.exit_status) for e in decide(state)[1]] == [("finished", 0)]
+
+
+def test_an_agent_that_died_before_it_told_what_it_launched_is_not_trusted_to_have_launched_nothing():
+    state = fold(*until_training()[:5], ev.DaemonStarted(t=3.0, policy=POLICY.to_dict()), connected(pid=2))
+    _, recorded, orders = decide(state)
+    assert [type(e) for e in recorded] == [ev.FailureDetected]
+    assert orders == [Stop(node="a", attempt=1, grace=False)]
+
+
+@pytest.mark.parametrize(("asked", "status"), [("stop", 75), ("stop_now", 130)])
+def test_a_stop_ends_with_the_status_that_was_asked_for(asked, status):
+    state = fold(*until_training(), ev.Requested(t=7.0, request=asked, exit_status=status))
+    _, _, orders = decide(state, 8.0)
+    if asked == "stop":
+        assert orders == [Steer(attempt=1, save_request=1, stop_after_save=True, reason="")]
+    else:
+        assert orders == [Stop(node="a", attempt=1, grace=True)]
+    state = run.apply(state, ev.AttemptEnded(t=9.0, attempt=1, node="a"))
+    _, recorded, _ = decide(state, 9.0)
+    assert [(e.outcome, e.exit_status) for e in recorded] == [("stopped", status)]
+
+
+def test_a_save_that_does_not_come_is_not_waited_for_for_ever():
+    state = fold(*until_training(), ev.Requested(t=7.0, request="stop", exit_status=75, timeout_s=60.0))
+    assert run.next_deadline(state) == 67.0
+    _, recorded, orders = decide(state, 67.0)
+    assert [e.request for e in recorded] == ["stop_now"]
+    assert orders == [Stop(node="a", attempt=1, grace=True)]
+
+
+def test_what_an_old_attempt_says_changes_nothing():
+    state = fold(*until_training())
+    for late in (
+        ev.SaveCommitted(t=7.0, attempt=0, step=99, sequence=9),
+        ev.FailureDetected(t=7.0, attempt=0, node="a", rank=0, exitcode=1),
+        ev.AttemptEnded(t=7.0, attempt=0, node="a"),
+    ):
+        assert run.apply(state, late) == dataclasses.replace(state, t=7.0)
+
+
+def test_a_daemon_that_could_find_no_agent_leaves_orphans_that_the_next_one_ends_first():
+    gave_up = [
+        *until_training(), ev.AgentLost(t=7.0, node="a"),
+        ev.FailureDetected(t=7.0, detected_t=7.0, attempt=1, node="a", detail="the agent died"),
+        ev.RunEnded(t=8.0, outcome="unavailable", exit_status=69), ev.DaemonStarted(t=8.0, policy=POLICY.to_dict()),
+        connected(), ev.HealthReported(t=9.0, node="a"), ev.InventoryReported(t=9.0, node="a"),
+    ]  # fmt: skip
+    state, recorded, orders = decide(fold(*gave_up), 9.0)
+    assert (recorded, orders) == ([], [Stop(node="a", attempt=1, grace=False)])
+    state = run.apply(state, ev.AttemptEnded(t=9.0, attempt=1, node="a"))
+    state, recorded, orders = decide(state, 9.0)
+    assert [type(e) for e in recorded] == [ev.Interrupted]
+    assert {o.what for o in orders} == {"health", "inventory"}
+
+
+# --- any history ------------------------------------------------------------------------------------------------------
+
+_nodes = st.sampled_from(["a", "b"])
+_t = st.floats(0, 1000)
+_attempt = st.integers(0, 3)
+_chosen = st.none() | st.builds(chosen, st.integers(0, 30), st.integers(0, 5))
+
+
+def _of(kind, **fields):
+    return st.builds(kind, t=_t, **fields)
+
+
+_in_attempt = {"attempt": _attempt, "node": _nodes}
+_any_event = st.one_of(
+    _of(ev.DaemonStarted, policy=st.just(POLICY.to_dict())),
+    _of(ev.Requested, request=st.sampled_from(["save", "stop", "stop_now", "relaunch"]),
+        exit_status=st.sampled_from([None, 75, 130]), timeout_s=st.floats(0, 100)),
+    _of(ev.RunEnded, outcome=st.sampled_from(["finished", "failed", "stopped", "unavailable"])),
+    _of(ev.AgentConnected, node=_nodes, devices=st.just([{"index": 0}, {"index": 1}]), running=st.none() | _attempt),
+    _of(ev.AgentLost, node=_nodes),
+    _of(ev.HealthReported, node=_nodes, unhealthy=st.lists(st.integers(0, 2), max_size=2)),
+    _of(ev.InventoryReported, node=_nodes, chosen=_chosen, commits=st.integers(0, 2), problem=st.sampled_from(["", "x"]),
+        newest_sequence=st.integers(0, 9)),
+    _of(ev.AttemptLaunched, attempt=_attempt, world_size=st.integers(1, 4),
+        placement=st.dictionaries(_nodes, st.lists(st.integers(0, 1), max_size=2), max_size=2), resume=_chosen),
+    _of(ev.WorkersStarted, **_in_attempt),
+    _of(ev.WorkersInitialised, **_in_attempt),
+    _of(ev.StateRestored, step=st.integers(0, 30), **_in_attempt),
+    _of(ev.FirstStep, step=st.integers(0, 30), **_in_attempt),
+    _of(ev.Progress, step=st.integers(0, 30), step_s=st.none() | st.floats(0, 10), **_in_attempt),
+    _of(ev.SaveStaged, step=st.integers(0, 30), stall_s=st.floats(0, 5), **_in_attempt),
+    _of(ev.SaveCommitted, step=st.integers(0, 30), sequence=st.integers(0, 9), stall_s=st.floats(0, 5),
+        upload_s=st.floats(0, 5), **_in_attempt),
+    _of(ev.SaveFailed, step=st.integers(0, 30), **_in_attempt),
+    _of(ev.FailureDetected, detected_t=_t, exitcode=st.none() | st.integers(-9, 3), launch=st.booleans(), **_in_attempt),
+    _of(ev.WorkersFinished, step=st.integers(0, 30), stopping=st.booleans(), closed=st.booleans(), **_in_attempt),
+    _of(ev.AttemptEnded, exits=st.just([]) | st.just([{"rank": 0, "exitcode": -9}]), **_in_attempt),
+    _of(ev.Interrupted, detected_t=_t, planned=st.booleans(), severity=st.sampled_from(["process", "launch"]), **_in_attempt),
+    _of(ev.Restarted, attempt=_attempt, total_s=st.floats(0, 100)),
+    _of(ev.IntervalDecided, interval_s=st.none() | st.floats(1, 100)),
+    _of(ev.Noted),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(_any_event, max_size=30))
+def test_no_history_makes_the_core_raise_or_record_for_ever(history):
+    now = picture.Picture()
+    t = 0.0
+    for event in history:
+        now = picture.apply(now, event)
+        t = max(t, event.t)
+        for _ in range(11):
+            commands = picture.decide(now, t)
+            if not any(isinstance(c, Record) for c in commands):
+                break
+            assert len(commands) == 1
+            now = picture.apply(now, commands[0].event)
+        else:
+            raise AssertionError(f"recorded for ever: {commands[0]}")
+        run.next_deadline(now.run)
+
+
+# --- a whole world ----------------------------------------------------------------------------------------------------
+
+
+def play(world, rng, moves):
+    for _ in range(moves):
+        if world.ended:
+            break
+        possible = world.moves(faults=rng.randrange(8) == 0) or world.moves(faults=False)
+        rng.choice(possible)()
+
+
+def settle(world):
+    """No more faults: what is open must come to an end, if need be because time runs out."""
+    for turn in range(150):
+        if not world.daemon and not world.ended:
+            world.start_daemon()
+        for machine in world.machines.values():
+            possible = [] if world.ended else world.moves_of(machine)
+            if possible:
+                world._do(machine, possible[turn % len(possible)])
+        if world.ended:
+            return
+        world.pass_time()
+    raise AssertionError(f"no end in sight: {world.state.status}, {world.log[-8:]}")
+
+
+_worlds = st.builds(
+    World,
+    st.builds(
+        Policy,
+        run_id=st.just("r"),
+        interval_steps=st.just(10),
+        min_devices=st.integers(1, 2),
+        max_without_progress=st.integers(1, 4),
+        max_restarts=st.none() | st.integers(0, 3),
+        wait_for_devices_s=st.just(600.0),
+    ),
+    st.sampled_from([{"a": 2}, {"a": 1, "b": 1}, {"a": 2, "b": 1, "c": 2}]),
+)
+
+
+@settings(max_examples=800, deadline=None)
+@given(world=_worlds, seed=st.integers(0, 2**32))
+def test_whatever_goes_wrong_a_run_ends_rightly(world, seed):
+    # Hypothesis picks the world, a seeded generator the course of events: lists of choices shrink for minutes.
+    rng = random.Random(seed)
+    play(world, rng, rng.randrange(150))
+    settle(world)
+    assert picture.replay(world.log) == world.picture
+
+
+@settings(max_examples=300, deadline=None)
+@given(world=_worlds, seed=st.integers(0, 2**32))
+def test_a_run_that_ended_can_be_run_again(world, seed):
+    rng = random.Random(seed)
+    play(world, rng, 80)
+    settle(world)
+    before = world.state.outcome.outcome
+    world.run_again()
+    if before == "finished":
+        assert world.ended
+        return
+    play(world, rng, 80)
+    settle(world)
+
+
+def test_without_faults_the_first_attempt_finishes():
+    world = World(POLICY, {"a": 2, "b": 2})
+    settle(world)
+    assert (world.state.outcome.outcome, world.state.outcome.exit_status, world.state.attempt) == ("finished", 0, 1)
+
+
+@pytest.mark.parametrize("budget", [1, 3])
+def test_a_crash_loop_stops_after_max_without_progress(budget):
+    world = World(dataclasses.replace(POLICY, max_without_progress=budget), {"a": 1})
+    for _ in range(200):
+        if world.ended:
+            break
+        machine = world.machines["a"]
+        if world.daemon and machine.carried:
+            world._do(machine, "crash")
+        else:
+            world.moves(faults=False)[0]()
+    outcome = world.state.outcome
+    assert (outcome.outcome, outcome.exit_status, world.state.attempt) == ("failed", 1, budget)
+    assert f"{budget} attempts without a new committed checkpoint" in outcome.detail
