@@ -81,6 +81,15 @@ class DeviceBook:
         """Those of `indices` that are neither drained nor in quarantine at `t`."""
         return tuple(index for index in indices if self.why_not(node, index, t) is None)
 
+    def not_drained(self, node: str, indices: Sequence[int]) -> tuple[int, ...]:
+        """Those of `indices` that nobody took out of use by hand, nor a process that cannot be killed."""
+        return tuple(
+            index
+            for index in indices
+            if (record := self.records.get(self.identity(node, index))) is None
+            or not (record.drained or record.until >= FOREVER_S)
+        )
+
     def why_not(self, node: str, index: int, t: float) -> str | None:
         """Why a device must not be used at `t`; None: it may."""
         record = self.records.get(self.identity(node, index))

@@ -431,7 +431,7 @@ def _attempt_ended(state: RunState, event: events.AttemptEnded) -> RunState:
 def _interrupted(state: RunState, event: events.Interrupted) -> RunState:
     nodes = {n: dataclasses.replace(node, health_known=False, inventory_known=False) for n, node in state.nodes.items()}
     book = devices.struck(state.book, event, state.placement)
-    relieved = book.next_release(event.t) != state.book.next_release(event.t)
+    relieved = book.next_release(event.t) != state.book.next_release(event.t) and _can_do_without(state, book)
     came_from = (state.resume or {}).get("path")
     state = dataclasses.replace(
         state,
@@ -468,6 +468,12 @@ def _interrupted(state: RunState, event: events.Interrupted) -> RunState:
         # The first restart is immediate: most failures are passing ones, and R is what the user pays.
         not_before=state.t + _backoff(state.attempts_without_progress - 1),
     )
+
+
+def _can_do_without(state: RunState, book: DeviceBook) -> bool:
+    """Whether an allowed world remains when the devices that `book` leaves out are not used."""
+    left = {name: book.usable(name, node.healthy, state.t) for name, node in state.nodes.items() if node.connected}
+    return placement.choose(left, state.policy) is not None
 
 
 def _suspected(state: RunState, signature: Signature) -> tuple[str, ...]:
@@ -555,7 +561,7 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
         if timed_out:
             return [_end(t, "unavailable", 69, "no node agent answered within cluster.wait_for_devices")]
         return questions
-    available = {name: state.usable(name, t) for name in connected}
+    available = _available(state, t)
     chosen = placement.choose(available, state.policy)
     if chosen is None:
         why = placement.explain(available, state.policy)
@@ -581,6 +587,15 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
             )
         )
     ]
+
+
+def _available(state: RunState, t: float) -> dict[str, tuple[int, ...]]:
+    """Devices to place a world on. Quarantine yields where nothing else is left to train on; a drain never does."""
+    connected = [name for name, node in state.nodes.items() if node.connected]
+    strict = {name: state.usable(name, t) for name in connected}
+    if placement.choose(strict, state.policy) is not None:
+        return strict
+    return {name: state.book.not_drained(name, state.nodes[name].healthy) for name in connected}
 
 
 def _decide_live(state: RunState, t: float) -> list[Command]:
