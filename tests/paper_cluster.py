@@ -56,6 +56,7 @@ class Machine:
     over: set[int | None] = field(default_factory=set)
     """Attempts whose end this agent has told."""
     questions: set[str] = field(default_factory=set)
+    avoid: tuple[str, ...] = ()
     said: set[tuple[Any, ...]] = field(default_factory=set)
     spool: list[ev.Event] = field(default_factory=list)
 
@@ -120,13 +121,14 @@ class World:
         if not isinstance(command, Ask | Launch | Stop):
             return
         machine = self.machines[command.node]
-        key = dataclasses.astuple(command)
+        key = (command.node, command.what) if isinstance(command, Ask) else dataclasses.astuple(command)
         if not machine.connected or key in machine.said:
             return
         machine.said.add(key)
         match command:
-            case Ask(what=what):
+            case Ask(what=what, avoid=avoid):
                 machine.questions.add(what)
+                machine.avoid = avoid
             case Launch(attempt=attempt):
                 assert machine.processes is None, f"{command} while attempt {machine.processes} lives there"
                 machine.ordered = attempt
@@ -150,7 +152,7 @@ class World:
             assert event.resume is None
             assert not self.disk, "a cold start although there are commits"
         else:
-            assert event.resume == whole[-1].as_chosen(), "not the newest whole commit"
+            assert event.resume == self._newest(whole, self.state.suspects), "not the newest whole commit without doubt"
         used = {name: set(indices) for name, indices in event.placement.items()}
         for name, indices in used.items():
             assert indices <= set(self.machines[name].devices)
@@ -160,9 +162,21 @@ class World:
         self.closing = False
         self.phase, self.step = 0, (event.resume or {}).get("step", 0)
 
+    @staticmethod
+    def _newest(whole, avoid):
+        """What an agent chooses: the newest whole commit, those to avoid only where there is no other."""
+        if not whole:
+            return None
+        clear = [c for c in whole if c.as_chosen()["path"] not in avoid]
+        return (clear or whole)[-1].as_chosen()
+
     def _free_launches(self) -> int:
-        """Launches since the last progress that the budget does not count: planned ones, and those that never ran."""
-        return sum(1 for e in self.log if isinstance(e, ev.Interrupted) and (e.planned or e.severity == "launch"))
+        """Launches since the last progress that the budget does not count.
+
+        Planned ones, those that never ran, and a fresh budget for each time that a device was put into quarantine.
+        """
+        free = sum(1 for e in self.log if isinstance(e, ev.Interrupted) and (e.planned or e.severity == "launch"))
+        return free + self.policy.max_without_progress * sum(r.times for r in self.state.book.records.values())
 
     def _check_end(self) -> None:
         outcome = self.state.outcome
@@ -305,7 +319,7 @@ class World:
         whole = [c for c in self.disk if c.whole]
         self._emit(m,
             ev.InventoryReported(
-                t=self.t, node=m.name, chosen=whole[-1].as_chosen() if whole else None, commits=len(self.disk),
+                t=self.t, node=m.name, chosen=self._newest(whole, m.avoid), commits=len(self.disk),
                 newest_sequence=max((c.sequence for c in self.disk), default=0),
                 rejected=[{"path": f"step {c.step}", "problem": "damaged"} for c in self.disk if not c.whole],
             )
