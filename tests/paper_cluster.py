@@ -14,8 +14,9 @@ from typing import Any
 
 from ckptd.core import events as ev
 from ckptd.core import picture
+from ckptd.core.decisions import Ask, Command, Launch, Record, Steer, Stop
 from ckptd.core.policy import Policy
-from ckptd.core.run import LIVE, Ask, Command, Launch, Record, Status, Steer, Stop
+from ckptd.core.run import LIVE, Status
 
 MAX_RECORDS = 10
 

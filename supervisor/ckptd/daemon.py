@@ -21,9 +21,10 @@ from ckptd import __version__, link, orders, status
 from ckptd.agents import Agents, Session
 from ckptd.clock import RunClock
 from ckptd.core import events, picture
+from ckptd.core.decisions import Ask, Command, Launch, Record, Steer, Stop, next_deadline
 from ckptd.core.devices import device_of_rank
 from ckptd.core.hang import Beat, Detector, Limits
-from ckptd.core.run import LIVE, Ask, Command, Launch, Record, Status, Steer, Stop, next_deadline
+from ckptd.core.run import LIVE, Status
 from ckptd.errors import ExitStatus
 from ckptd.jobspec import JobSpec
 from ckptd.journal import Journal, Origin

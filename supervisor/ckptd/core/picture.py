@@ -9,11 +9,12 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptd.core import accounting, estimates, events, interval, placement, run
+from ckptd.core import accounting, decisions, estimates, events, interval, placement, run
 from ckptd.core.accounting import Account
+from ckptd.core.decisions import Command, Record
 from ckptd.core.estimates import Estimate, Estimates
 from ckptd.core.interval import Decision
-from ckptd.core.run import Command, Record, RunState, Status
+from ckptd.core.run import RunState, Status
 
 DEFAULT_RESTART_S = 60.0
 """R before the first restart was seen, where it must be weighed against something."""
@@ -98,7 +99,7 @@ def decide(picture: Picture, t: float) -> list[Command]:
             return [Record(event=events.Restarted(t=t, attempt=picture.run.attempt, **restart))]
     if picture.proposal is not None and interval.worth_moving(picture.decision, picture.proposal):
         return [Record(event=_decided(picture, picture.proposal, t))]
-    commands = run.decide(picture.run, t)
+    commands = decisions.decide(picture.run, t)
     if not any(isinstance(command, Record) for command in commands):
         growth = _growth(picture, t)
         if growth is not None:

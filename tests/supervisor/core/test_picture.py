@@ -4,8 +4,9 @@ import pytest
 
 from ckptd.core import events as ev
 from ckptd.core import picture
+from ckptd.core.decisions import Record
 from ckptd.core.policy import Policy
-from ckptd.core.run import Record, Status
+from ckptd.core.run import Status
 
 POLICY = Policy(run_id="r", name="n", max_interval_s=7200.0)
 

@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paper_cluster import World
 
+from ckptd.core import decisions, picture, run
 from ckptd.core import events as ev
-from ckptd.core import picture, run
+from ckptd.core.decisions import Ask, Launch, Record, Steer, Stop
 from ckptd.core.policy import Policy
-from ckptd.core.run import Ask, Launch, Record, Status, Steer, Stop
+from ckptd.core.run import Status
 
 POLICY = Policy(run_id="r", name="n", interval_steps=10, wait_for_devices_s=3600.0)
 
@@ -27,7 +28,7 @@ def decide(state, t=100.0):
     """Decide as the daemon does, its records applied; returns the state, what was recorded and the orders."""
     recorded = []
     for _ in range(10):
-        commands = run.decide(state, t)
+        commands = decisions.decide(state, t)
         if not any(isinstance(c, Record) for c in commands):
             return state, recorded, commands
         assert len(commands) == 1
@@ -61,8 +62,8 @@ def until_training(policy=POLICY, node="a", resume=None):
 
 def test_a_launch_waits_for_health_and_inventory_and_takes_what_the_inventory_chose():
     history = until_training(resume=chosen(40, 4))
-    assert run.decide(fold(*history[:2]), 1.0) == [Ask(node="a", what="health"), Ask(node="a", what="inventory")]
-    assert run.decide(fold(*history[:3]), 1.0) == [Ask(node="a", what="inventory")]
+    assert decisions.decide(fold(*history[:2]), 1.0) == [Ask(node="a", what="health"), Ask(node="a", what="inventory")]
+    assert decisions.decide(fold(*history[:3]), 1.0) == [Ask(node="a", what="inventory")]
     state, recorded, orders = decide(fold(*history[:4]))
     assert [(e.attempt, e.world_size, e.resume) for e in recorded] == [(1, 2, chosen(40, 4))]
     assert orders == [Launch(node="a", attempt=1)]
@@ -143,7 +144,7 @@ def test_a_stop_ends_with_the_status_that_was_asked_for(asked, status):
 
 def test_a_save_that_does_not_come_is_not_waited_for_for_ever():
     state = fold(*until_training(), ev.Requested(t=7.0, request="stop", exit_status=75, timeout_s=60.0))
-    assert run.next_deadline(state) == 67.0
+    assert decisions.next_deadline(state) == 67.0
     _, recorded, orders = decide(state, 67.0)
     assert [e.request for e in recorded] == ["stop_now"]
     assert orders == [Stop(node="a", attempt=1, grace=True)]
@@ -234,7 +235,7 @@ def test_no_history_makes_the_core_raise_or_record_for_ever(history):
             now = picture.apply(now, commands[0].event)
         else:
             raise AssertionError(f"recorded for ever: {commands[0]}")
-        run.next_deadline(now.run)
+        decisions.next_deadline(now.run)
 
 
 # --- a whole world ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,364 @@
+"""What does the state of a run call for? `decide` never acts.
+
+What it returns is either an event to record, or a message whose need can be read off the state again after a crash: an
+event is in the ledger before anything is done about it, so a daemon that starts on a ledger replays it, decides, and
+goes on where the one before it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptd.core import diagnosis, events, placement
+from ckptd.core.run import LIVE, RunState, Status
+
+MAX_LAUNCH_FAILURES = 5
+"""Launches in a row that may fail before a worker of ours exists: they are no crash of the job, but they end too."""
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """Append this event, then decide again."""
+
+    event: events.Event
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """Ask a node a question; the answer is an event."""
+
+    node: str
+    what: Literal["health", "inventory"]
+    avoid: tuple[str, ...] = ()
+    """Checkpoints to pass over while there is another one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Tell a node to start its workers of the attempt."""
+
+    node: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """Tell a node to leave nothing of the attempt alive, and to say so.
+
+    `grace`: SIGTERM first. `stacks`: have every rank dump its Python stacks before anything else.
+    """
+
+    node: str
+    attempt: int
+    grace: bool
+    stacks: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steer:
+    """Have the control file of the attempt say this."""
+
+    attempt: int
+    save_request: int
+    stop_after_save: bool
+    reason: str
+
+
+Command = Record | Ask | Launch | Stop | Steer
+
+
+# --- decisions ------------------------------------------------------------------------------------------------------
+
+
+def decide(state: RunState, t: float) -> list[Command]:
+    """What the state calls for at time `t` of the run's clock. Empty: wait for an event or for `next_deadline`.
+
+    A `Record` stands alone: it changes the state, so the caller applies it and decides again.
+    """
+    if state.status in (Status.STARTING, Status.WAITING):
+        return _decide_waiting(state, t)
+    if state.status is Status.STOPPING:
+        return _decide_stopping(state, t)
+    if state.status in LIVE:
+        return _decide_live(state, t)
+    return []
+
+
+def next_deadline(state: RunState) -> float | None:
+    """When `decide` may answer differently though nothing happens: a time on the run's clock, None for never."""
+    deadlines: list[float] = []
+    if state.status in (Status.STARTING, Status.WAITING):
+        if state.not_before > state.t:
+            deadlines.append(state.not_before)
+        if state.waiting_since is not None:
+            deadlines.append(state.waiting_since + state.policy.wait_for_devices_s)
+        if (release := state.book.next_release(state.t)) is not None:
+            deadlines.append(release)
+    if state.status is Status.DRAINING and state.request is not None:
+        deadlines.append(state.request.t + state.request.timeout_s)
+    return min(deadlines, default=None)
+
+
+def _decide_waiting(state: RunState, t: float) -> list[Command]:
+    request = state.request
+    if request is not None and request.request != "relaunch":
+        return [_end(t, "stopped", request.exit_status or 75, _where_to_go_on(state))]
+    given_up = _budget_spent(state)
+    if given_up is not None:
+        return [_end(t, "failed", 1, given_up)]
+    timed_out = state.waiting_since is not None and t - state.waiting_since >= state.policy.wait_for_devices_s
+    connected = {name: node for name, node in state.nodes.items() if node.connected}
+    questions: list[Command] = [Ask(node=n, what="health") for n, node in connected.items() if not node.health_known]
+    questions += [
+        Ask(node=n, what="inventory", avoid=state.suspects) for n, node in connected.items() if not node.inventory_known
+    ]
+    if not connected or questions:
+        if timed_out:
+            return [_end(t, "unavailable", 69, "no node agent answered within cluster.wait_for_devices")]
+        return questions
+    available = _available(state, t)
+    chosen = placement.choose(available, state.policy)
+    if chosen is None:
+        why = placement.explain(available, state.policy)
+        if timed_out:
+            return [_end(t, "unavailable", 69, f"{why}, after waiting {state.policy.wait_for_devices_s:.0f} s")]
+        return []
+    assert state.inventory is not None
+    resume = state.inventory.chosen
+    if resume is None and state.ever_committed:
+        return [_end(t, "failed", 1, _unreadable(state))]
+    if t < state.not_before:
+        return []
+    return [
+        Record(
+            event=events.AttemptLaunched(
+                t=t,
+                attempt=state.attempt + 1,
+                world_size=chosen.world_size,
+                placement={name: list(indices) for name, indices in chosen.devices.items()},
+                resume=resume,
+                grounds=state.grounds,
+                devices_wanted=placement.wanted(state.devices_known, state.policy),
+            )
+        )
+    ]
+
+
+def _available(state: RunState, t: float) -> dict[str, tuple[int, ...]]:
+    """Devices to place a world on. Quarantine yields where nothing else is left to train on; a drain never does."""
+    connected = [name for name, node in state.nodes.items() if node.connected]
+    strict = {name: state.usable(name, t) for name in connected}
+    if placement.choose(strict, state.policy) is not None:
+        return strict
+    return {name: state.book.not_drained(name, state.nodes[name].healthy) for name in connected}
+
+
+def _decide_live(state: RunState, t: float) -> list[Command]:
+    if state.placement and all(state.nodes[name].ended for name in state.placement):
+        return _decide_all_ended(state, t)
+    for name in state.placement:
+        node = state.nodes[name]
+        if node.ended:
+            continue
+        if node.lost:
+            return [_failed(state, t, name, f"the agent of node {name} died")]
+        if node.connected and node.replaced and node.running != state.attempt:
+            return [_failed(state, t, name, f"the agent of node {name} was replaced while its workers ran")]
+    commands: list[Command] = [
+        Launch(node=name, attempt=state.attempt)
+        for name in state.placement
+        if state.nodes[name].connected and not state.nodes[name].started and state.nodes[name].running != state.attempt
+    ]
+    if state.status is Status.DRAINING:
+        return commands + _decide_draining(state, t)
+    if state.save_request:
+        commands.append(
+            Steer(attempt=state.attempt, save_request=state.save_request, stop_after_save=False, reason="save")
+        )
+    if state.status is Status.TRAINING:
+        bad = [
+            f"device {index} of node {name} {why}"
+            for name, used in state.placement.items()
+            for index in used
+            if (why := _unfit(state, name, index, t)) is not None
+        ]
+        if bad:
+            request = events.Requested(t=t, request="relaunch", source="health", reason=", ".join(bad))
+            return [Record(event=request)]
+    return commands
+
+
+def _unfit(state: RunState, name: str, index: int, t: float) -> str | None:
+    """Why training must leave a device that it runs on; None: it may stay."""
+    if index in state.nodes[name].unhealthy:
+        return "reported unhealthy"
+    why = state.book.why_not(name, index, t)
+    return None if why is None else f"is {why}"
+
+
+def _decide_draining(state: RunState, t: float) -> list[Command]:
+    """A save was asked for, to stop after: wait for its commit, but not for ever."""
+    request = state.request
+    assert request is not None
+    if t - request.t < request.timeout_s:
+        reason = request.reason or request.source
+        return [Steer(attempt=state.attempt, save_request=state.save_request, stop_after_save=True, reason=reason)]
+    late = f"the save was not committed within {request.timeout_s:.0f} s"
+    if request.request == "relaunch":
+        return [_failed(state, t, None, late)]
+    return [Record(event=dataclasses.replace(request, t=t, request="stop_now", reason=late))]
+
+
+def _failed(state: RunState, t: float, node: str | None, detail: str) -> Command:
+    return Record(
+        event=events.FailureDetected(
+            t=t, detected_t=t, attempt=state.attempt, node=node, step=state.step, detail=detail
+        )
+    )
+
+
+def _decide_stopping(state: RunState, t: float) -> list[Command]:
+    waiting = [name for name in state.placement if not state.nodes[name].ended]
+    if waiting:
+        return [_stop(state, n) for n in waiting if state.nodes[n].connected]
+    return _decide_all_ended(state, t)
+
+
+def _stop(state: RunState, node: str) -> Stop:
+    hung = state.failure is not None and state.failure.hang
+    # After a crash nobody will save, so nobody is given time.
+    return Stop(node=node, attempt=state.attempt, grace=state.failure is None, stacks=hung)
+
+
+def _decide_all_ended(state: RunState, t: float) -> list[Command]:
+    """Nothing of the attempt is alive on any node: was that the end, a stop, or an interruption?"""
+    all_finished = all(state.nodes[name].finished for name in state.placement)
+    request = state.request
+    hung_at_the_end = state.failure is not None and state.failure.hang and state.closed
+    if (state.failure is None or hung_at_the_end) and all_finished and request is None:
+        if state.stopped:
+            return [_end(t, "stopped", 75, _where_to_go_on(state))]
+        return [_end(t, "finished", 0, f"training finished at step {state.step}")]
+    if state.failure is None and request is not None and request.request != "relaunch":
+        return [_end(t, "stopped", request.exit_status or 75, _where_to_go_on(state))]
+    return [Record(event=_interruption(state, t))]
+
+
+def _interruption(state: RunState, t: float) -> events.Interrupted:
+    failure = state.failure
+    committed_step = state.committed.step if state.committed is not None else 0
+    lost_steps = max(0, state.step - max(committed_step, (state.resume or {}).get("step", 0)))
+    if failure is None:
+        reason = state.request.reason if state.request is not None else ""
+        when = state.request.t if state.request is not None else t
+        return events.Interrupted(
+            t=when, detected_t=t, attempt=state.attempt, cause="relaunch", severity="device", planned=True,
+            lost_steps=lost_steps, step=state.step, detail=reason,
+        )  # fmt: skip
+    if failure.launch:
+        return events.Interrupted(
+            t=failure.t, detected_t=failure.detected_t, attempt=state.attempt, node=failure.node, cause="launch",
+            severity="launch", lost_steps=0, step=state.step, detail=failure.detail, message=failure.detail,
+        )  # fmt: skip
+    if failure.hang:
+        rank = diagnosis.standing_rank(state.exits)
+        return events.Interrupted(
+            t=failure.t, detected_t=failure.detected_t, attempt=state.attempt, node=failure.node,
+            rank=failure.rank if rank is None else rank, cause="hang", severity="process", lost_steps=lost_steps,
+            step=state.step, detail=failure.detail, message=diagnosis.stacks_of(state.exits, rank),
+        )  # fmt: skip
+    found = diagnosis.diagnose(
+        [diagnosis.Exit.from_json(e) for e in state.exits],
+        requested_stop=state.request is not None and state.request.request != "relaunch",
+        agent_lost=failure.exitcode is None and failure.rank is None and not state.exits,
+        oom_killed=any(found.get("oom_killed") for found in state.exits),
+    )
+    found = _with_kernel_evidence(found, state.exits)
+    return events.Interrupted(
+        t=failure.t, detected_t=failure.detected_t, attempt=state.attempt,
+        node=found.node or failure.node, rank=found.rank if found.rank is not None else failure.rank,
+        cause=found.cause, severity=found.severity, planned=False, lost_steps=lost_steps, step=state.step,
+        detail=found.detail or failure.detail, message=found.message,
+    )  # fmt: skip
+
+
+def _with_kernel_evidence(found: diagnosis.Diagnosis, exits: tuple[dict[str, Any], ...]) -> diagnosis.Diagnosis:
+    """What the GPU's driver reported outweighs what the workers made of it."""
+    reported = [text for found_ in exits for text in found_.get("xids", [])]
+    lost = any(found_.get("gpu_lost") for found_ in exits)
+    if not reported and not lost:
+        return found
+    text = reported[0] if reported else "a GPU has fallen off the bus"
+    return dataclasses.replace(found, cause="device_error", severity="device", detail=f"{found.detail}; {text}")
+
+
+def _end(
+    t: float, outcome: Literal["finished", "failed", "stopped", "unavailable"], status: int, detail: str
+) -> Command:
+    return Record(event=events.RunEnded(t=t, outcome=outcome, exit_status=status, detail=detail))
+
+
+def _where_to_go_on(state: RunState) -> str:
+    if state.committed is None and not state.ever_committed:
+        return "stopped; nothing was committed yet, `ckptd run` will begin at step 0"
+    step = state.committed.step if state.committed is not None else (state.resume or {}).get("step", 0)
+    lost = state.step - step
+    unsaved = f"; the last save failed and {lost} steps after it are lost" if lost > 0 else ""
+    return f"stopped; the state at step {step} is committed, `ckptd run` goes on from there{unsaved}"
+
+
+def _budget_spent(state: RunState) -> str | None:
+    """Why the run must end now, None while it may go on."""
+    last = state.interrupted
+    if last is None or last.planned:
+        return None
+    policy = state.policy
+    if state.launch_failures >= MAX_LAUNCH_FAILURES:
+        return f"the job could not be launched {state.launch_failures} times in a row: {last.detail}"
+    if policy.max_restarts is not None and state.restarts >= policy.max_restarts:
+        return f"restart.max_restarts ({policy.max_restarts}) is spent; the last failure: {last.detail}"
+    incurable = _incurable(state)
+    if incurable is not None:
+        return incurable
+    if state.attempts_without_progress >= policy.max_without_progress:
+        return (
+            f"{state.attempts_without_progress} attempts without a new committed checkpoint "
+            f"(restart.max_without_progress){_repeats(state)}; the last failure: {last.detail}"
+        )
+    return None
+
+
+def _repeats(state: RunState) -> str:
+    if not state.signatures:
+        return ""
+    last = state.signatures[-1]
+    same = sum(1 for signature in state.signatures if signature.same_as(last))
+    return f", the same failure {same} times at step {last.step}" if same >= 2 else ""
+
+
+def _incurable(state: RunState) -> str | None:
+    """Whether the script itself fails: one exception at one step, after two different checkpoints."""
+    if not state.signatures:
+        return None
+    last = state.signatures[-1]
+    paths = {s.path for s in state.signatures if s.same_as(last)}
+    if last.cause != "exception" or len(paths) < 2:
+        return None
+    return f"the same exception at step {last.step} after {len(paths)} different checkpoints: {last.text}"
+
+
+def _unreadable(state: RunState) -> str:
+    assert state.inventory is not None
+    if state.inventory.rejected:
+        problems = "; ".join(f"{r.get('path')}: {r.get('problem')}" for r in state.inventory.rejected[:5])
+        found = f"none of the committed checkpoints is whole ({problems})"
+    else:
+        found = "this run has committed checkpoints, and none is where its tiers say"
+    return (
+        f"{found}. ckptd does not begin again from step 0 on its own: repair or put back a checkpoint, "
+        "or start a new run under another name"
+    )
