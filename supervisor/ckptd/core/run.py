@@ -120,6 +120,14 @@ class RunState:
     closed: bool = False
     stopped: bool = False
     """The workers saved and stopped on request, not because they had reached their end."""
+    initialised: bool = False
+    """The script of the live attempt made a shim."""
+    total_steps: int | None = None
+    """Where the script says that its end is."""
+    highest: int = 0
+    """The last step that any attempt completed."""
+    stopped_at: int | None = None
+    """The step of the newest stop on request: training was to go on there."""
     outcome: events.RunEnded | None = None
 
     @property
@@ -198,7 +206,7 @@ def apply(state: RunState, event: events.Event) -> RunState:
     if event.attempt is not None and event.attempt != state.attempt and not isinstance(event, events.AttemptLaunched):
         return state
     changed: RunState = handler(state, event)
-    return changed
+    return dataclasses.replace(changed, highest=changed.step) if changed.step > changed.highest else changed
 
 
 def _daemon_started(state: RunState, event: events.DaemonStarted) -> RunState:
@@ -307,6 +315,8 @@ def _attempt_launched(state: RunState, event: events.AttemptLaunched) -> RunStat
         restarts=state.restarts + (1 if state.attempt else 0),
         save_request=0,
         stopped=False,
+        initialised=False,
+        total_steps=None,
     )
 
 
@@ -329,6 +339,7 @@ _BEFORE_TRAINING = _BEFORE_FIRST_STEP | {Status.FIRST_STEP}
 
 
 def _workers_initialised(state: RunState, _event: events.WorkersInitialised) -> RunState:
+    state = dataclasses.replace(state, initialised=True)
     return _advance(state, Status.RESTORING, within=_BEFORE_RESTORING)
 
 
@@ -371,6 +382,8 @@ def _workers_finished(state: RunState, event: events.WorkersFinished) -> RunStat
         nodes=_node(state, event.node, finished=True),
         closed=state.closed or event.closed,
         stopped=state.stopped or event.stopping,
+        stopped_at=event.step if event.stopping else state.stopped_at,
+        total_steps=event.total_steps if event.total_steps is not None else state.total_steps,
         step=max(state.step, event.step),
     )
 
@@ -590,10 +603,38 @@ def _decide_all_ended(state: RunState, t: float) -> list[Command]:
     if state.failure is None and all_finished and request is None:
         if state.stopped:
             return [_end(t, "stopped", 75, _where_to_go_on(state))]
+        early = _ended_early(state)
+        if early is not None:
+            return [_end(t, "ended early", 1, early)]
         return [_end(t, "finished", 0, f"training finished at step {state.step}")]
     if state.failure is None and request is not None and request.request != "relaunch":
         return [_end(t, "stopped", request.exit_status or 75, _where_to_go_on(state))]
     return [Record(event=_interruption(state, t))]
+
+
+def _ended_early(state: RunState) -> str | None:
+    """Why workers that all ended with status 0 have not come to their end; None: as far as is known they have.
+
+    Progress decides where the script does not say what its target is: an attempt without one new step, at a step that
+    training is known to go on from, is an end that nobody meant, such as a loader that has nothing more to give.
+    """
+    if not state.initialised:
+        return None  # a script without a shim says nothing of its steps
+    step, begun_at, target = state.step, (state.resume or {}).get("step", 0), state.total_steps
+    if not state.closed:
+        return f"every worker ended with status 0 at step {step} without shim.close(): what came after the last commit is lost"
+    if step > begun_at or (target is not None and step >= target):
+        return None
+    text = f"every worker ended with status 0 at step {step} without one new step"
+    if target is not None:
+        return f"{text}, and the target is {target}"
+    if state.resume is None:
+        return f"{text}: is there anything to train on?"
+    if state.highest > step:
+        return f"{text}, where an earlier attempt went on to step {state.highest}"
+    if state.stopped_at == step:
+        return f"{text}, where it had been stopped on request; if this is its end, tell TrainerShim total_steps={step}"
+    return None
 
 
 def _interruption(state: RunState, t: float) -> events.Interrupted:
@@ -626,7 +667,7 @@ def _interruption(state: RunState, t: float) -> events.Interrupted:
 
 
 def _end(
-    t: float, outcome: Literal["finished", "failed", "stopped", "unavailable"], status: int, detail: str
+    t: float, outcome: Literal["finished", "ended early", "failed", "stopped", "unavailable"], status: int, detail: str
 ) -> Command:
     return Record(event=events.RunEnded(t=t, outcome=outcome, exit_status=status, detail=detail))
 

@@ -252,7 +252,7 @@ class Attempt:
         ):
             self.emit(
                 "workers_finished", attempt=self.number, step=self.step, stopping=stopping,
-                closed=self.finished_report is not None,
+                closed=self.finished_report is not None, total_steps=(self.finished_report or {}).get("total_steps"),
             )  # fmt: skip
         self.emit(
             "attempt_ended",
