@@ -59,6 +59,8 @@ def faults(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "segv":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if kind == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if kind == "bus":
             os.kill(os.getpid(), signal.SIGBUS)
 
