@@ -17,7 +17,7 @@ TESTS := $(filter-out %/system %/__pycache__,$(patsubst %/,%,$(wildcard tests/te
 .PHONY: help demo setup test check clean
 
 help:
-	@echo "make demo    run the example job under ckptd, break it twice, see it recover (about two minutes)"
+	@echo "make demo    run the example job under ckptd, break it twice, see it recover (one to three minutes)"
 	@echo "make test    check the code, then run all tests"
 	@echo "make check   ruff and mypy only"
 	@echo "make clean   remove $(VENV)"

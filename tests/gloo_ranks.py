@@ -62,7 +62,7 @@ def _main(rank, world, file, function, arguments, scratch):
 
         torch.set_num_threads(1)
         values = json.loads(arguments)
-        if world > 1 or values.pop("group", False):
+        if values.pop("group", False) or world > 1:
             store = dist.FileStore(os.path.join(scratch, "store"), world)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         spec = importlib.util.spec_from_file_location(os.path.basename(file).removesuffix(".py"), file)

@@ -52,8 +52,9 @@ class Daemon:
     """Supervises one run from start to end."""
 
     def __init__(
-        self, *, spec: JobSpec, run_dir: RunDir, run_id: str, ledger: Ledger, launcher: Launcher, socket_path: str
-    ) -> None:
+        self, *, spec: JobSpec, run_dir: RunDir, run_id: str, ledger: Ledger, launcher: Launcher, socket_path: str,
+        drill: contract.Drill | None = None,
+    ) -> None:  # fmt: skip
         self.spec = spec
         self.run_dir = run_dir
         self.run_id = run_id
@@ -63,6 +64,7 @@ class Daemon:
         self._ledger = ledger
         self._journal = Journal(ledger, acknowledge=self._acknowledge, tell=self._note)
         self._socket_path = socket_path
+        self._drill = drill
         self._control: contract.Control | None = None
         self._steer: Steer | None = None
         self._wake = asyncio.Event()
@@ -197,7 +199,7 @@ class Daemon:
             case Ask(node=node, what=what, avoid=avoid):
                 self.agents.say(node, ("ask", what), {"type": "ask", "what": what, "avoid": list(avoid)})
             case Launch(node=node, attempt=attempt):
-                order = orders.launch(self.spec, self.run_dir, self.run_id, self.picture, node)
+                order = orders.launch(self.spec, self.run_dir, self.run_id, self.picture, node, drill=self._drill)
                 self.agents.say(node, ("launch", attempt), order)
             case Stop(node=node, attempt=attempt, grace=grace, stacks=stacks):
                 order = {"type": "stop", "attempt": attempt, "grace": grace, "stacks": stacks}

@@ -10,6 +10,7 @@ CkptdError (70)
 ├── DaemonUnreachable (69)      a request to a daemon that does not answer
 ├── LaunchError (69)            a node agent cannot be started
 ├── PortTaken (78)              `web.listen` names an address that is in use
+├── DrillFailed (1)             a drill could not be carried out, so it shows nothing
 └── CheckpointUnreadable (1)    there are commits, and none of them can be read
 """
 
@@ -79,6 +80,10 @@ class LaunchError(CkptdError):
 
 class PortTaken(CkptdError):
     exit_status = ExitStatus.CONFIG
+
+
+class DrillFailed(CkptdError):
+    exit_status = ExitStatus.FAILED
 
 
 class CheckpointUnreadable(CkptdError):

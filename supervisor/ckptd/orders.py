@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -12,6 +13,7 @@ from ckptd.jobscalars import Steps
 from ckptd.jobspec import JobSpec, Tier
 from ckptd.link import Message
 from ckptd.rundir import RunDir
+from ckptd_shim.contract import Drill
 
 MIN_DRAIN_S = 120.0
 
@@ -53,7 +55,9 @@ def node_of_rank_zero(state: RunState) -> str | None:
     return next(iter(state.placement), None)
 
 
-def launch(spec: JobSpec, run_dir: RunDir, run_id: str, picture: Picture, node: str) -> Message:
+def launch(
+    spec: JobSpec, run_dir: RunDir, run_id: str, picture: Picture, node: str, *, drill: Drill | None = None
+) -> Message:
     """The order to launch the live attempt's workers on `node`."""
     state = picture.run
     nodes = list(state.placement)
@@ -89,6 +93,7 @@ def launch(spec: JobSpec, run_dir: RunDir, run_id: str, picture: Picture, node: 
             "interval_s": decision.interval_s if decision else None,
             "interval_steps": decision.interval_steps if decision and decision.interval_s is None else None,
             "commit_sequence": state.commit_sequence,
+            "drill": None if drill is None else dataclasses.asdict(drill),
         },
     }
 

@@ -30,6 +30,7 @@ def document(
     account = accounting.summary(picture.account, t=t)
     front = front_rank(live) if state.status in LIVE else None
     step = max(state.step, int(front["step"])) if front else state.step
+    step_s = estimate.step_s if estimate.step_s is not None else (front or {}).get("step_s")
     committed = state.committed
     last = picture.last_interruption
     return {
@@ -49,7 +50,7 @@ def document(
         "saves": {"committed": picture.saves, "failed": picture.saves_failed},
         "interval": {
             "seconds": decision.interval_s if decision else None,
-            "steps": decision.interval_steps if decision else None,
+            "steps": _interval_steps(decision, step_s),
             "formula": decision.formula if decision else state.policy.formula,
             "clamped_by": decision.clamped_by if decision else None,
             "reason": decision.reason if decision else "",
@@ -61,7 +62,7 @@ def document(
             "stall_s": estimate.stall_s,
             "restart_s": estimate.restart_s,
             "upload_s": estimate.upload_s,
-            "step_s": estimate.step_s if estimate.step_s is not None else (front or {}).get("step_s"),
+            "step_s": step_s,
             "waste": _waste(picture),
         },
         "failures": state.failures,
@@ -129,6 +130,13 @@ def front_rank(live: Live | None) -> dict[str, Any] | None:
     ranks = sorted(live, key=int)
     step = max(live[rank]["step"] for rank in ranks)
     return {**live[ranks[0]], "step": step}
+
+
+def _interval_steps(decision: interval.Decision | None, step_s: float | None) -> int | None:
+    """The interval in steps. One in seconds may have been decided before a step's time was known."""
+    if decision is None or decision.interval_s is None or not step_s:
+        return decision.interval_steps if decision else None
+    return decision.interval_steps or max(1, round(decision.interval_s / step_s))
 
 
 def _waste(picture: Picture) -> dict[str, float] | None:

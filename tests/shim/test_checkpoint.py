@@ -1,6 +1,7 @@
 """A checkpoint is committed whole or not at all, on any number of ranks, and what is damaged is refused."""
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -142,6 +143,18 @@ def test_a_marker_of_another_format_or_with_paths_is_refused(tmp_path):
         verify_checkpoint(path)
 
 
+def replace_metadata(path, value):
+    """Another `.metadata`, as if the job had written and committed it; returns the marker."""
+    data = pickle.dumps(value)
+    with open(os.path.join(path, ".metadata"), "wb") as file:
+        file.write(data)
+    marker = Marker.read(os.path.join(path, COMMITTED))
+    files = [dataclasses.asdict(each) for each in marker.files if each.name != ".metadata"]
+    files.append({"name": ".metadata", "size": len(data), "crc32c": crc32c_bytes(data)})
+    rewrite_marker(path, files=files)
+    return Marker.read(os.path.join(path, COMMITTED))
+
+
 class Evil:
     def __reduce__(self):
         return os.mkdir, ("/tmp/ckptd-test-unpickled",)
@@ -150,10 +163,12 @@ class Evil:
 def test_metadata_is_not_unpickled_into_anything_but_descriptions(tmp_path):
     model, _ = make()
     path = save(tmp_path, TrainState(model=model))
-    with open(os.path.join(path, ".metadata"), "wb") as file:
-        pickle.dump(Evil(), file)
+    marker = Marker.read(os.path.join(path, COMMITTED))
+    committed = replace_metadata(path, Evil())
     with pytest.raises(CheckpointError, match="mkdir"):
-        loading.read_metadata(path, Marker.read(os.path.join(path, COMMITTED)))
+        loading.read_metadata(path, committed)
+    with pytest.raises(CheckpointError, match="its bytes have changed"):
+        loading.read_metadata(path, marker)  # of other bytes than were committed not even that much is looked at
     assert not os.path.exists("/tmp/ckptd-test-unpickled")
 
 
@@ -163,10 +178,8 @@ def test_metadata_may_not_point_outside_the_committed_files(tmp_path):
     marker = Marker.read(os.path.join(path, COMMITTED))
     metadata = loading.read_metadata(path, marker)
     next(iter(metadata.storage_data.values())).relative_path = "../../elsewhere"
-    with open(os.path.join(path, ".metadata"), "wb") as file:
-        pickle.dump(metadata, file)
     with pytest.raises(CheckpointError, match="elsewhere"):
-        loading.read_metadata(path, marker)
+        loading.read_metadata(path, replace_metadata(path, metadata))
 
 
 # --- one rank: which one ----------------------------------------------------------------------------------------------

@@ -87,10 +87,11 @@ def test_groups_keep_their_own_hyper_parameters_and_frozen_parameters_their_stat
         return model, torch.optim.AdamW(groups)
 
     model, optimizer = make()
+    state = TrainState(model=model, optimizer=optimizer)
     train(model, optimizer, 2)
     model[0].weight.requires_grad_(False)
     optimizer.param_groups[1]["lr"] = 5e-5
-    path = save(tmp_path, TrainState(model=model, optimizer=optimizer))
+    path = save(tmp_path, state)
     other, second = make()
     other[0].weight.requires_grad_(False)
     load(path, TrainState(model=other, optimizer=second))
@@ -147,10 +148,11 @@ def test_schedulers_scaler_and_extra_come_back(tmp_path):
         }
 
     first = make()
+    state = TrainState(**first)
     train(first["model"], first["optimizer"], 4, scheduler=first["scheduler"])
     first["scaler"].load_state_dict(first["scaler"].state_dict() | {"scale": 1024.0, "_growth_tracker": 3})
     first["extra"]["c"].load_state_dict({"n": 5, "average": torch.randn(3)})
-    path = save(tmp_path, TrainState(**first))
+    path = save(tmp_path, state)
     second = make()
     load(path, TrainState(**second))
     assert second["scheduler"].get_last_lr() == first["scheduler"].get_last_lr()
@@ -292,7 +294,15 @@ def mismatches():
             [{"params": list(a["model"][0].parameters())}, {"params": list(a["model"][3].parameters())}]
         )
 
+    def decayed(a):
+        a["optimizer"].param_groups[1]["weight_decay"] = 0.1
+
+    def other_schedule(a):
+        a["scheduler"] = torch.optim.lr_scheduler.ConstantLR(a["optimizer"], factor=1 / 3, total_iters=50)
+
     return base, {
+        "value": (decayed, r"optim\.0\.param_groups\[1\]: 'weight_decay' was 0\.01 when saved, is 0\.1 now"),
+        "schedule": (other_schedule, r"scheduler 0: 'total_iters' was 5 when saved, is 50 now"),
         "shape": (narrower, r"model\.0\.weight: saved with shape \[8, 4\], now \[6, 4\]"),
         "dtype": (lambda a: a["model"][3].bfloat16(), r"model\.3\.bias: saved with dtype float32, now bfloat16"),
         "missing": (
@@ -315,8 +325,9 @@ def test_a_mismatch_is_named_with_both_sides_and_touches_nothing(tmp_path, name)
     base, changes = mismatches()
     change, pattern = changes[name]
     saved = base()
+    state = TrainState(**saved)
     saved["scheduler"].step()
-    path = save(tmp_path, TrainState(**saved))
+    path = save(tmp_path, state)
     now = base()
     with torch.no_grad():
         now["model"][0].weight.add_(1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from system.harness import Job
+from system.harness import Job, reference_losses
 
 
 @pytest.fixture
@@ -26,3 +26,17 @@ def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     for job in jobs:
         job.close()
     assert not left, f"left over: {left}"
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, str]]:
+    """Loss by step of the uninterrupted run of that many steps and workers; made once in a session."""
+    known: dict[tuple[int, int], dict[int, str]] = {}
+
+    def losses(steps: int, world: int = 2) -> dict[int, str]:
+        if (steps, world) not in known:
+            directory = tmp_path_factory.mktemp("reference")
+            known[steps, world] = reference_losses(directory, "--steps", str(steps), "--pause", "0", world=world)
+        return known[steps, world]
+
+    return losses

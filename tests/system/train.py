@@ -72,6 +72,8 @@ def faults(step: int) -> None:
             time.sleep(1e6)
         if kind == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if kind == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if kind == "bus":
             os.kill(os.getpid(), signal.SIGBUS)
 

@@ -212,6 +212,20 @@ class ResumeFrom(Document):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drill(Document):
+    """What `ckptd prove` asks of a run besides training: to write down what it does, and to end at a given step."""
+
+    trace: str
+    """File that rank 0 appends to: a JSON object a line, see `ckptd_shim.trace`."""
+    stop_at_step: int
+    """All ranks save and stop with this step, as on request."""
+    digest_at: list[int]
+    """Steps at which the full state is digested."""
+    kill_at_step: int | None = None
+    """The last rank ends itself by SIGKILL after this step, once no save is in flight any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchContext(Document):
     """What a worker is told at launch: `CKPTD_LAUNCH` names a file that holds this."""
 
@@ -234,6 +248,8 @@ class LaunchContext(Document):
     commit_sequence: int
     """Number of the newest commit of this run so far; the shim counts on from it."""
     durable_writes: bool = True
+    drill: Drill | None = None
+    """None, but for `ckptd prove`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,7 +379,7 @@ class Report(enum.StrEnum):
     STOPPING = "stopping"
     """The requested save is committed and `step` returned True: {step}."""
     FINISHED = "finished"
-    """`close` is done: {step, samples}. `stopping` in it says whether it was on request."""
+    """`close` is done: {step, samples, saved, total_steps}. `stopping` in it says whether it was on request."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptd_shim.digest import crc32c_bytes
 from ckptd_shim.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -109,10 +110,10 @@ class _Encoder:
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
             raise TypeError(f"{where} is a tensor of layout {value.layout} on {value.device}, which cannot be stored")
         flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        return ["tensor", dtype_name(value.dtype), list(value.shape), *self.blob(_bytes_of(flat))]
+        return ["tensor", dtype_name(value.dtype), list(value.shape), *self.blob(bytes_of(flat))]
 
 
-def _bytes_of(flat: torch.Tensor) -> memoryview:
+def bytes_of(flat: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor, which stays alive with the view. (`Tensor.numpy` would need NumPy.)"""
     if not flat.nbytes:
         return memoryview(b"")
@@ -155,8 +156,12 @@ def write(path: str | os.PathLike[str], chunks: list[bytes | memoryview], *, dur
             os.fsync(file.fileno())
 
 
-def read(path: str | os.PathLike[str]) -> Any:
+def read(path: str | os.PathLike[str], crc32c: str | None = None) -> Any:
     """Read the tree that `write` wrote. Tensors come back on the CPU.
+
+    Args:
+        path: the file.
+        crc32c: refuse other bytes than those of this CRC-32C.
 
     Raises:
         CheckpointError: the file cannot be read or is not what `write` writes.
@@ -168,6 +173,8 @@ def read(path: str | os.PathLike[str]) -> Any:
                 raise CheckpointError(f"{os.fspath(path)} shrank while it was read")
     except OSError as error:
         raise CheckpointError(f"{os.fspath(path)} cannot be read: {error.strerror}") from error
+    if crc32c is not None and (actual := crc32c_bytes(data)) != crc32c:
+        raise CheckpointError(f"{os.fspath(path)} has CRC-32C {actual}, {crc32c} was committed: its bytes have changed")
     try:
         return loads(data)
     except CheckpointError as error:

@@ -7,6 +7,7 @@ knows torch's own descriptions of tensors and nothing else.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
@@ -114,7 +115,14 @@ def load(  # noqa: D417
     _agree(ranks, problem, path)
     assert plan is not None
     marker, tree, tensors, metadata = plan
+    if ranks.rank == 0 and marker.torch not in ("", torch.__version__):
+        print(
+            f"ckptd: {path} was written with torch {marker.torch}, this is {torch.__version__}: it is put back whole, but "
+            "what is computed from here on need not be bit for bit what it would have been",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
     same_world = marker.world_size == ranks.size
+    layout = None
     try:
         if tensors:
             load_tensors(
@@ -124,6 +132,7 @@ def load(  # noqa: D417
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
+        layout = state.layout_change(tree)
         state.restore(tree, tensors, same_world=same_world)
     except BaseException as error:  # torch's CheckpointException is no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -135,7 +144,7 @@ def load(  # noqa: D417
         path=path,
         marker=marker,
         position=Position(**tree["shared"]["position"]),
-        incomparable=_incomparable(tree["shared"]["incomparable"], marker, ranks.size),
+        incomparable=_incomparable(tree["shared"]["incomparable"], marker, ranks.size, layout),
     )
 
 
@@ -146,7 +155,8 @@ def _check(
     marker = read_marker(path, marker_crc32c)
     check_sizes(path, marker)
     same_world = marker.world_size == ranks.size
-    tree = extras.read(os.path.join(path, contract.extras_name(ranks.rank if same_world else 0)))
+    name = contract.extras_name(ranks.rank if same_world else 0)
+    tree = extras.read(os.path.join(path, name), _digest_of(name, path, marker))
     if (
         not isinstance(tree, dict)
         or tree.keys() < {"shared", "rank"}
@@ -180,10 +190,21 @@ def _agree(ranks: Ranks, problem: Exception | None, path: str) -> None:
             raise CheckpointError(f"{path}: rank {rank} cannot resume: {each['problem']}")
 
 
-def _incomparable(before: str | None, marker: Marker, world_size: int) -> str | None:
-    if before is None and marker.world_size != world_size:
+def _incomparable(before: str | None, marker: Marker, world_size: int, layout: str | None) -> str | None:
+    if before is not None:
+        return before
+    if marker.world_size != world_size:
         return f"world size changed from {marker.world_size} to {world_size} at step {marker.step}"
-    return before
+    if layout is not None:
+        return f"the layout changed at step {marker.step}: {layout}"
+    return None
+
+
+def _digest_of(name: str, path: str, marker: Marker) -> str:
+    for listed in marker.files:
+        if listed.name == name:
+            return listed.crc32c
+    raise CheckpointError(f"{path}: {name} was not committed")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -202,9 +223,17 @@ def read_metadata(path: str, marker: Marker) -> Metadata:
         CheckpointError: it cannot be read, holds anything but descriptions of tensors, or points outside `marker`.
     """
     name = os.path.join(path, contract.DCP_METADATA)
+    expected = _digest_of(contract.DCP_METADATA, path, marker)
     try:
         with open(name, "rb") as file:
-            metadata = _Unpickler(file).load()
+            data = file.read()
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
+    # These very bytes: nothing is unpickled that the job did not write.
+    if (actual := crc32c_bytes(data)) != expected:
+        raise CheckpointError(f"{name} has CRC-32C {actual}, {expected} was committed: its bytes have changed")
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle raises nearly anything
         raise CheckpointError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
     listed = {each.name for each in marker.files}
@@ -250,3 +279,12 @@ def agree_on(ranks: Ranks, directory: str) -> tuple[str, str, Mapping[str, Any]]
     if "error" in told:
         raise CheckpointError(told["error"])
     return (told["path"], told["crc"], told) if told else None
+
+
+def next_attempt(directory: str) -> int:
+    """A number above that of every attempt that has left a directory here, so that none is written twice."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return 1
+    return 1 + max((parsed[1] for name in names if (parsed := contract.parse_checkpoint_dirname(name))), default=0)

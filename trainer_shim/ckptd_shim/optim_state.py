@@ -62,6 +62,13 @@ class NamedOptimizer:
             for group in self.optimizer.param_groups
         ]
 
+    def settings(self) -> list[dict[str, Any]]:
+        """The hyper-parameters of every group, and nothing else: taken when the script has built it, to compare by."""
+        return [
+            {key: _kept(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
     def capture(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(tensors by key, plain rest). Nothing is copied.
 
@@ -141,6 +148,43 @@ class NamedOptimizer:
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
                     loaded[key] = value.to(device=loaded[key].device)
+
+
+def compare_settings(prefix: str, saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+    """Hyper-parameters that the saving script built with another value than this one, a line each."""
+    lines = []
+    for g, (old, new) in enumerate(zip(saved, now, strict=False)):
+        lines += compare_values(f"{prefix}.param_groups[{g}]", old, new)
+    return lines
+
+
+def compare_values(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Values under the same key that differ, a line each. Keys that only one side has are somebody else's to name."""
+    return [
+        f"{where}: {key!r} was {_shown(then)} when saved, is {_shown(now[key])} now"
+        for key, then in saved.items()
+        if key in now and not _same(then, now[key])
+    ]
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return (
+            isinstance(left, torch.Tensor)
+            and isinstance(right, torch.Tensor)
+            and left.dtype == right.dtype
+            and torch.equal(left.cpu(), right.cpu())
+        )
+    return bool(left == right) or (left != left and right != right)  # noqa: PLR0124  NaN is like NaN
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _minus(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import math
 import os
 import sys
 import time
@@ -27,12 +26,14 @@ from ckptd_shim.contract import LaunchContext, Phase, Report
 from ckptd_shim.errors import CheckpointError
 from ckptd_shim.extras import dump
 from ckptd_shim.interval import parse_interval
+from ckptd_shim.loss import LastLoss
 from ckptd_shim.pulse import PulseWriter, ReportWriter
 from ckptd_shim.ranks import Ranks
 from ckptd_shim.sampler import accumulation_steps
 from ckptd_shim.schedule import Schedule
 from ckptd_shim.sigterm import Sigterm
 from ckptd_shim.state import Position, TrainState
+from ckptd_shim.trace import Tracer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -60,6 +61,7 @@ class TrainerShim:
         directory: where checkpoints go when ckptd did not start this script; under ckptd it is ignored.
         interval: seconds, a duration such as "10m", or {"steps": 500}; without ckptd only.
         global_batch: samples of one optimizer step over all ranks, where neither job.yaml nor a sampler says.
+        total_steps: the step at which this script ends by itself, if it knows: a run that ends before is told apart.
 
     Raises:
         TypeError, ValueError: an argument that makes no sense, named in the message.
@@ -78,6 +80,7 @@ class TrainerShim:
         directory: str | os.PathLike[str] | None = None,
         interval: float | str | Mapping[str, int] | None = None,
         global_batch: int | None = None,
+        total_steps: int | None = None,
     ) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed should be an int, is {seed!r}")
@@ -88,6 +91,7 @@ class TrainerShim:
             raise ValueError("interval= is given without directory=: nothing could be saved")
         self._directory = None if directory is None else os.fspath(directory)
         self._seed = seed
+        self._total_steps = total_steps
         self.rank, self.world_size = 0, 1
         agreement = saving = None
         if dist.is_available() and dist.is_initialized():
@@ -118,9 +122,7 @@ class TrainerShim:
         self._first_step: int | None = None
         self._step_s: float | None = None
         self._last_beat = 0.0
-        self._loss: float | None = None
-        self._loss_copy: torch.Tensor | None = None
-        self._loss_ready: Any = None
+        self._loss = LastLoss()
         self._sigterm: Sigterm | None = None
 
         launch = self._launch
@@ -141,7 +143,11 @@ class TrainerShim:
             interval_steps=interval_steps if launch is None else launch.interval_steps,
             on_ignored=self._ignored,
         )
-        self._state.seed_loader(seed, 0, self.rank)
+        drill = None if launch is None else launch.drill
+        self._tracer: Tracer | None = None
+        if drill is not None:
+            self._tracer = Tracer(drill, state=self._state, rank=self.rank, world_size=self.world_size)
+        self._state.data.seed(seed, 0, self.rank)
         self._sigterm = Sigterm.install()
         # Weakly: a shim that the script has dropped need not live until the end.
         self._at_exit = functools.partial(_leave, weakref.ref(self))
@@ -151,14 +157,13 @@ class TrainerShim:
 
     @property
     def epoch(self) -> int:
-        """The epoch that training is in, from 0; 0 without a GlobalSampler."""
-        epoch_of = getattr(self._state.sampler, "epoch_of", None)
-        return 0 if epoch_of is None else int(epoch_of(self.samples_seen))
+        """The epoch that training is in, from 0; 0 where the loader does not say."""
+        return self._state.data.epoch(self.samples_seen)
 
     @property
     def accumulation_steps(self) -> int:
         """In how many micro-batches a rank takes its share of the global batch; 1 where no micro-batch is given."""
-        own = getattr(self._state.sampler, "accumulation_steps", None)
+        own = self._state.data.accumulation_steps
         if own is not None:
             return int(own)
         micro = None if self._launch is None else self._launch.micro_batch
@@ -210,6 +215,8 @@ class TrainerShim:
             seconds=time.monotonic() - begun,
             path=self.resumed_from,
         )
+        if self._tracer is not None:
+            self._tracer.begin(self.global_step)
         self._last_beat = time.monotonic()
 
     def _load(self) -> loading.Loaded | None:
@@ -229,7 +236,9 @@ class TrainerShim:
                 chosen = launch.resume.path, launch.resume.marker_crc32c
         elif self._directory is not None:
             found = loading.agree_on(self._saving, self._directory)
-            mine = {"run_id": uuid.uuid4().hex, "attempt": _next_attempt(self._directory)} if self.rank == 0 else {}
+            mine = (
+                {"run_id": uuid.uuid4().hex, "attempt": loading.next_attempt(self._directory)} if self.rank == 0 else {}
+            )
             told = self._saving.exchange(mine)[0]
             run_id, sequence = told["run_id"], 0
             if found is not None:
@@ -269,18 +278,36 @@ class TrainerShim:
         step = self.global_step = self.global_step + 1
         self.samples_seen += (self._global_batch or 0) if samples is None else samples
         if type(loss) is float:
-            self._loss = loss
+            self._loss.value = loss
         if self._first_step is None:
             took = now - self._last_beat
             self._step_s = took if self._step_s is None else self._step_s + _SMOOTHING * (took - self._step_s)
         self._last_beat = now
-        self._pulse.beat(step, self.samples_seen, self._loss, self._step_s)
+        self._pulse.beat(step, self.samples_seen, self._loss.value, self._step_s)
+        if self._tracer is not None:
+            return self._traced(self._tracer, step, loss)
         if not self._schedule.due(step):
             return self.stopping
         return self._agree(step, loss)
 
+    def _traced(self, tracer: Tracer, step: int, loss: float | torch.Tensor | None) -> bool:
+        """A step of a drill: the same, written down, and with an end and perhaps a death that were ordered."""
+        drill = tracer.drill
+        if step > drill.stop_at_step:
+            raise RuntimeError(f"step() returned True at step {step - 1} and the script went on: it has to stop then")
+        tracer.step(step, samples=self.samples_seen, loss=loss)
+        if self._schedule.due(step):
+            self._agree(step, loss)
+        if step == drill.kill_at_step:
+            self._drain()
+            tracer.kill(step)
+        if step == drill.stop_at_step and not self.stopping:
+            self._save(step)
+            self._stop(step)
+        return self.stopping
+
     def _agree(self, step: int, loss: float | torch.Tensor | None) -> bool:
-        self._look_at(loss)
+        self._loss.look(loss)
         if step == self._first_step:
             self._first_step = None
             self._report.write(Report.FIRST_STEP, step=step)
@@ -294,11 +321,14 @@ class TrainerShim:
             self._save(step)
             self._schedule.saved(step)
         if agreed.stop:
-            self._drain()
-            self.stopping = True
-            self._report.write(Report.STOPPING, step=step)
+            self._stop(step)
         self._last_beat = time.monotonic()
         return self.stopping
+
+    def _stop(self, step: int) -> None:
+        self._drain()
+        self.stopping = True
+        self._report.write(Report.STOPPING, step=step)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -344,6 +374,7 @@ class TrainerShim:
                 samples=self.samples_seen,
                 stopping=self.stopping,
                 saved=not failed,
+                total_steps=self._total_steps,
             )
         finally:
             self._pulse.phase(Phase.END)
@@ -362,7 +393,7 @@ class TrainerShim:
     def _find_global_batch(self, given: int | None) -> int | None:
         told = {
             "job.yaml": None if self._launch is None else self._launch.global_batch,
-            "the sampler": getattr(self._state.sampler, "global_batch", None),
+            "the sampler": self._state.data.global_batch,
             "global_batch=": given,
         }
         known = {name: value for name, value in told.items() if value is not None}
@@ -389,8 +420,7 @@ class TrainerShim:
             return
         self._begun_step = step
         self._pulse.phase(Phase.SAVE)
-        loss = self._loss if self._loss is not None and math.isfinite(self._loss) else None
-        self._saver.save(self._capture, position=self._position(), loss=loss)
+        self._saver.save(self._capture, position=self._position(), loss=self._loss.finite)
         self._pulse.phase(Phase.STEP)
 
     def _drain(self) -> None:
@@ -399,33 +429,8 @@ class TrainerShim:
             self._saver.wait()
             self._pulse.phase(Phase.STEP)
 
-    def _look_at(self, loss: float | torch.Tensor | None) -> None:
-        """Take the loss out of a tensor without making a GPU wait: its copy is read at a later agreement."""
-        if self._loss_copy is not None and self._loss_ready.query():
-            self._loss, self._loss_copy = float(self._loss_copy), None
-        if loss is None:
-            return
-        if not isinstance(loss, torch.Tensor):
-            self._loss = float(loss)
-        elif not loss.is_cuda:
-            self._loss = float(loss.detach())
-        elif self._loss_copy is None:
-            self._loss_copy = torch.empty((), dtype=torch.float64, pin_memory=True)
-            self._loss_copy.copy_(loss.detach().double().reshape(()), non_blocking=True)
-            self._loss_ready = torch.cuda.Event()
-            self._loss_ready.record(torch.cuda.current_stream(loss.device))
-
     def _ignored(self, why: str) -> None:
         self._report.write(Report.CONTROL_IGNORED, why=why)
-
-
-def _next_attempt(directory: str) -> int:
-    """A number above that of every attempt that has left a directory here, so that none is written twice."""
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return 1
-    return 1 + max((parsed[1] for name in names if (parsed := contract.parse_checkpoint_dirname(name))), default=0)
 
 
 def _leave(reference: weakref.ref[TrainerShim]) -> None:

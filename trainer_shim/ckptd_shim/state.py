@@ -23,20 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd_shim import randomness
-from ckptd_shim.optim_state import NamedOptimizer, Names, Schema, describe
+from ckptd_shim.data import DataPosition, is_stateful
+from ckptd_shim.optim_state import NamedOptimizer, Names, Schema, compare_settings, compare_values, describe
 from ckptd_shim.trees import join_dtensors, split_dtensors
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """Attribute names that torch.compile and activation checkpointing put into a parameter's name."""
 _EXTRA_STATE = "_extra_state"
-_ORDER = ("dataset_size", "global_batch", "seed", "shuffle", "drop_last")
-"""What the order of a GlobalSampler depends on, beside the position."""
-_KINDS = {
-    None: "no loader with a position",
-    "position": "a GlobalSampler",
-    "sampler": "the sampler's own state",
-    "loader": "the loader's own state",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +99,10 @@ class TrainState:
         self.schedulers = [_stateful(each, f"scheduler {i}") for i, each in enumerate(_listed(scheduler))]
         self.scaler = None if scaler is None else _stateful(scaler, "scaler")
         self.extra = {name: _stateful(each, f"extra[{name!r}]") for name, each in dict(extra or {}).items()}
-        self.dataloader = dataloader
-        self.sampler = _sampler_of(dataloader)
-        self.loader_kind = _loader_kind(dataloader, self.sampler)
+        self.data = DataPosition(dataloader)
         self.devices = randomness.cuda_devices(names)
-        self._generator = torch.Generator()
+        self._built = [each.settings() for each in self.optimizers]
+        self._schedules = [(_class(each), _settings_of(each)) for each in self.schedulers]
 
     # --- capturing --------------------------------------------------------------------------------------------------
 
@@ -120,7 +112,7 @@ class TrainState:
         Raises:
             TypeError: an optimizer whose state cannot be put back.
         """
-        tensors, model_rest = self._model_state()
+        tensors, model_rest = self.model_state()
         buffers = {} if self.rank == 0 else self._buffers(tensors)
         optimizers = []
         for each in self.optimizers:
@@ -131,7 +123,6 @@ class TrainState:
         for name, each in self.extra.items():
             extra[name], found = split_dtensors(each.state_dict(), f"extra.{name}")
             tensors.update(found)
-        loader = self._loader_state()
         tree = {
             "shared": {
                 "position": vars(position),
@@ -143,13 +134,16 @@ class TrainState:
                 "schedulers": [(_class(each), each.state_dict()) for each in self.schedulers],
                 "scaler": None if self.scaler is None else (_class(self.scaler), self.scaler.state_dict()),
                 "extra": extra,
-                "loader_kind": self.loader_kind,
+                "loader_kind": self.data.kind,
+                "built": {"optimizers": self._built, "schedulers": self._schedules},
+                "layout": {key: _layout(tensor) for key, tensor in tensors.items() if isinstance(tensor, DTensor)},
             },
-            "rank": {"loader": loader, "random": randomness.capture(self.devices), "buffers": buffers},
+            "rank": {"loader": self.data.capture(), "random": randomness.capture(self.devices), "buffers": buffers},
         }
         return Snapshot(tensors=tensors, tree=tree)
 
-    def _model_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def model_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(parameters and buffers by key, what else the modules keep). References, not copies."""
         tensors: dict[str, torch.Tensor] = {}
         rest: dict[str, Any] = {}
         for prefix, module in self.models.items():
@@ -170,19 +164,12 @@ class TrainState:
             if key not in self._parameter_keys and not isinstance(tensor, DTensor)
         }
 
-    def _loader_state(self) -> Any:
-        if self.loader_kind == "position":
-            return {name: getattr(self.sampler, name, None) for name in _ORDER}
-        if self.loader_kind == "sampler":
-            return self.sampler.state_dict()
-        return None if self.loader_kind is None else self.dataloader.state_dict()
-
     # --- restoring --------------------------------------------------------------------------------------------------
 
     def differences(self, saved: Mapping[str, Any], *, seed: int, same_world: bool) -> list[str]:
         """Why the saved tree `saved` does not fit, one line for each difference; empty if it does. Touches nothing."""
         shared = saved["shared"]
-        tensors, rest = self._model_state()
+        tensors, rest = self.model_state()
         lines = _compare_schemas(
             {key: value for key, value in shared["schema"].items() if key.startswith("model.")},
             {key: describe(tensor) for key, tensor in tensors.items()},
@@ -193,9 +180,9 @@ class TrainState:
         else:
             for each, then in zip(self.optimizers, shared["optimizers"], strict=True):
                 lines += each.differences(then)
-        classes, now = [name for name, _ in shared["schedulers"]], [_class(each) for each in self.schedulers]
-        if classes != now:
-            lines.append(f"scheduler: saved {_words(classes)}, now {_words(now)}")
+            for each, then, built in zip(self.optimizers, shared["built"]["optimizers"], self._built, strict=True):
+                lines += compare_settings(each.prefix, then, built)
+        lines += self._schedule_differences(shared["built"]["schedulers"])
         scaler, own = shared["scaler"], self.scaler
         if (scaler and scaler[0]) != (own and _class(own)):
             lines.append(f"scaler: saved {scaler[0] if scaler else 'none'}, now {_class(own) if own else 'none'}")
@@ -207,34 +194,38 @@ class TrainState:
         lines += _compare_schemas(
             {key: value for key, value in shared["schema"].items() if key.startswith("extra.")}, sharded
         )
-        lines += self._loader_differences(shared, saved["rank"]["loader"], same_world=same_world)
+        lines += self.data.differences(
+            shared["loader_kind"], saved["rank"]["loader"], saved_world=shared["world_size"], same_world=same_world
+        )
         if shared["position"]["seed"] != seed:
             lines.append(f"seed: saved {shared['position']['seed']}, now {seed}")
         return lines
 
-    def _loader_differences(self, shared: Mapping[str, Any], loader: Any, *, same_world: bool) -> list[str]:
-        kind = shared["loader_kind"]
-        if kind != self.loader_kind:
-            return [f"dataloader: saved {_KINDS[kind]}, now {_KINDS[self.loader_kind]}"]
-        if kind == "position":
-            now = self._loader_state()
-            return [
-                f"sampler: saved with {key}={then!r}, now {now[key]!r}"
-                for key, then in loader.items()
-                if then != now[key]
-            ]
-        if kind is not None and not same_world:
-            line = (
-                f"dataloader: {_KINDS[kind]} belongs to one rank each of {shared['world_size']}, and the number of ranks "
-                "has changed: use GlobalSampler, or resume on as many ranks as before"
-            )
-            return [line]
-        return []
+    def _schedule_differences(self, saved: list[Any]) -> list[str]:
+        """Schedules are compared as the scripts built them: where they stand now says nothing of what they will do."""
+        then, now = [name for name, _ in saved], [name for name, _ in self._schedules]
+        if then != now:
+            return [f"scheduler: saved {_words(then)}, now {_words(now)}"]
+        lines = []
+        for i, ((_, old), (_, new)) in enumerate(zip(saved, self._schedules, strict=True)):
+            lines += compare_values(f"scheduler {i}", old, new)
+        return lines
+
+    def layout_change(self, saved: Mapping[str, Any]) -> str | None:
+        """How the tensors are sharded otherwise than when `saved` was taken, in a few words; None: they are not."""
+        tensors, _ = self.model_state()
+        for key, then in saved["shared"]["layout"].items():
+            tensor = tensors.get(key)
+            if key.startswith("model.") and tensor is not None:
+                now = _layout(tensor) if isinstance(tensor, DTensor) else "whole"
+                if now != then:
+                    return f"{key} was sharded as {then}, now {now}"
+        return None
 
     def destinations(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Tensors to read the saved ones into, by key: the model's and `extra`'s own, new ones for the optimizers."""
         shared = saved["shared"]
-        result, _ = self._model_state()
+        result, _ = self.model_state()
         for each, then in zip(self.optimizers, shared["optimizers"], strict=True):
             result.update(each.destinations(then, shared["schema"]))
         for name, each in self.extra.items():
@@ -270,32 +261,12 @@ class TrainState:
             self.scaler.load_state_dict(shared["scaler"][1])
         for name, each in self.extra.items():
             each.load_state_dict(join_dtensors(shared["extra"][name], tensors))
-        if self.loader_kind == "position":
-            # The sampler has run ahead of training by what the loader had prefetched; the counters have not.
-            self.sampler.set_position(position.samples)
-        elif self.loader_kind == "sampler":
-            self.sampler.load_state_dict(own["loader"])
-        elif self.loader_kind == "loader":
-            self.dataloader.load_state_dict(own["loader"])
-        self.seed_loader(position.seed, position.step, self.rank)
+        self.data.restore(own["loader"], position.samples)
+        self.data.seed(position.seed, position.step, self.rank)
         if same_world:
             randomness.restore(own["random"], self.devices)
         else:
             randomness.reseed(self.devices, position.seed, position.step, self.rank)
-
-    def seed_loader(self, seed: int, step: int, rank: int) -> None:
-        """Give a DataLoader that reads through our sampler its own generator.
-
-        Each new iterator of a DataLoader draws a number, from torch's global generator unless it has its own. A resumed
-        run makes one iterator more than an uninterrupted one, so that one draw would shift every later random number.
-        """
-        loader = self.dataloader
-        if not isinstance(loader, torch.utils.data.DataLoader) or self.loader_kind != "position":
-            return
-        if loader.generator is None:
-            loader.generator = self._generator
-        if loader.generator is self._generator:
-            self._generator.manual_seed(randomness.derive_seed("loader", seed, step, rank))
 
 
 def canonical_name(model: nn.Module, name: str) -> str:
@@ -338,32 +309,30 @@ def _of_type(value: Any, cls: type, what: str) -> Any:
     return value
 
 
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
 def _stateful(value: Any, what: str) -> Any:
-    if not _is_stateful(value):
+    if not is_stateful(value):
         raise TypeError(f"{what} should have state_dict and load_state_dict, is {value!r}")
     return value
 
 
-def _sampler_of(dataloader: Any) -> Any:
-    for name in ("batch_sampler", "sampler"):
-        sampler = getattr(dataloader, name, None)
-        if hasattr(sampler, "set_position") or _is_stateful(sampler):
-            return sampler
-    return None
-
-
-def _loader_kind(dataloader: Any, sampler: Any) -> str | None:
-    if sampler is not None:
-        return "position" if hasattr(sampler, "set_position") else "sampler"
-    return "loader" if _is_stateful(dataloader) else None
-
-
 def _class(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _settings_of(scheduler: Any) -> dict[str, Any]:
+    """What a scheduler was built with, as far as its state says it."""
+    return {key: _plain(value) for key, value in scheduler.state_dict().items() if not key.startswith("_")}
+
+
+def _plain(value: Any) -> Any:
+    """A copy: a scheduler's own lists change as it steps."""
+    return list(value) if type(value) is list else value
+
+
+def _layout(tensor: DTensor) -> str:
+    """How a tensor is spread, in words that are equal for equal layouts."""
+    mesh = tensor.device_mesh
+    return f"{tuple(mesh.shape)}{tuple(map(str, tensor.placements))}"
 
 
 def _words(names: list[str]) -> str:

@@ -115,7 +115,7 @@ def _readable(status: dict[str, Any]) -> str:
 def stop(run: str | None, as_json: bool, now: bool, wait: bool) -> int:
     """Have RUN save at the next step and stop; its daemon exits with status 75."""
     run_dir = find_run(run)
-    over = _outcome(run_dir)
+    over = _before_request(run_dir)["outcome"]
     if over is not None:
         print(json.dumps({"accepted": False, "outcome": over}) if as_json else f"it is over already: {over['detail']}")
         return ExitStatus.FINISHED
@@ -138,11 +138,10 @@ def stop(run: str | None, as_json: bool, now: bool, wait: bool) -> int:
 def save(run: str | None, as_json: bool, timeout: float) -> int:
     """Have RUN save a checkpoint at the next step, and wait until it is committed."""
     run_dir = find_run(run)
-    over = _outcome(run_dir)
-    if over is not None:
-        raise UsageError(f"there is nothing to save, the run is over: {over['detail']}")
+    before = _before_request(run_dir)
+    if before["outcome"] is not None:
+        raise UsageError(f"there is nothing to save, the run is over: {before['outcome']['detail']}")
     _request(run_dir, "save")
-    before = read_status(run_dir)
     deadline = time.monotonic() + timeout
     done: dict[str, Any] | None = None
     while time.monotonic() < deadline:
@@ -198,16 +197,15 @@ def _drain(run_dir: RunDir, what: str, device: str, *, as_json: bool) -> int:
     return ExitStatus.FINISHED
 
 
-def _outcome(run_dir: RunDir) -> dict[str, Any] | None:
-    """How a run ended, None for one that a daemon is at work on. Raises DaemonUnreachable where neither is so."""
+def _before_request(run_dir: RunDir) -> dict[str, Any]:
+    """The status of a run that is over or has a daemon. Raises DaemonUnreachable where neither is so."""
     document = read_status(run_dir)
     if document["daemon"] is None and document["outcome"] is None:
         raise DaemonUnreachable(
             f"no daemon supervises {document['name']}, which was {document['state']} when the last one left; "
             f"`ckptd run {run_dir.job_path}` takes it up again, and whatever of it still runs"
         )
-    outcome: dict[str, Any] | None = document["outcome"]
-    return outcome
+    return document
 
 
 def _request(run_dir: RunDir, what: str) -> dict[str, Any]:

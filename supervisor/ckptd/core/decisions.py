@@ -242,10 +242,38 @@ def _decide_all_ended(state: RunState, t: float) -> list[Command]:
     if (state.failure is None or hung_at_the_end) and all_finished and request is None:
         if state.stopped:
             return [_end(t, "stopped", 75, _where_to_go_on(state))]
+        early = _ended_early(state)
+        if early is not None:
+            return [_end(t, "ended early", 1, early)]
         return [_end(t, "finished", 0, f"training finished at step {state.step}")]
     if state.failure is None and request is not None and request.request != "relaunch":
         return [_end(t, "stopped", request.exit_status or 75, _where_to_go_on(state))]
     return [Record(event=_interruption(state, t))]
+
+
+def _ended_early(state: RunState) -> str | None:
+    """Why workers that all ended with status 0 have not come to their end; None: as far as is known they have.
+
+    Progress decides where the script does not say what its target is: an attempt without one new step, at a step that
+    training is known to go on from, is an end that nobody meant, such as a loader that has nothing more to give.
+    """
+    if not state.initialised:
+        return None  # a script without a shim says nothing of its steps
+    step, begun_at, target = state.step, (state.resume or {}).get("step", 0), state.total_steps
+    if not state.closed:
+        return f"every worker ended with status 0 at step {step} without shim.close(): what came after the last commit is lost"
+    if step > begun_at or (target is not None and step >= target):
+        return None
+    text = f"every worker ended with status 0 at step {step} without one new step"
+    if target is not None:
+        return f"{text}, and the target is {target}"
+    if state.resume is None:
+        return f"{text}: is there anything to train on?"
+    if state.highest > step:
+        return f"{text}, where an earlier attempt went on to step {state.highest}"
+    if state.stopped_at == step:
+        return f"{text}, where it had been stopped on request; if this is its end, tell TrainerShim total_steps={step}"
+    return None
 
 
 def _interruption(state: RunState, t: float) -> events.Interrupted:
@@ -297,7 +325,7 @@ def _with_kernel_evidence(found: diagnosis.Diagnosis, exits: tuple[dict[str, Any
 
 
 def _end(
-    t: float, outcome: Literal["finished", "failed", "stopped", "unavailable"], status: int, detail: str
+    t: float, outcome: Literal["finished", "ended early", "failed", "stopped", "unavailable"], status: int, detail: str
 ) -> Command:
     return Record(event=events.RunEnded(t=t, outcome=outcome, exit_status=status, detail=detail))
 

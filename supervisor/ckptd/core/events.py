@@ -69,7 +69,8 @@ class RunEnded(Event):
     """The run is over; nothing of it is alive."""
 
     kind: ClassVar[str] = "run_ended"
-    outcome: Literal["finished", "failed", "stopped", "unavailable"] = "failed"
+    outcome: Literal["finished", "ended early", "failed", "stopped", "unavailable"] = "failed"
+    """`ended early`: every worker ended with status 0, and training was not at its end."""
     exit_status: int = 1
     detail: str = ""
 
@@ -264,6 +265,8 @@ class WorkersFinished(Event):
     stopping: bool = False
     closed: bool = False
     """Rank 0 went through `shim.close()`: without it an exit status of 0 is an early exit, not an end."""
+    total_steps: int | None = None
+    """The script's own target, if it says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

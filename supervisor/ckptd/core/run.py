@@ -137,6 +137,14 @@ class RunState:
     closed: bool = False
     stopped: bool = False
     """The workers saved and stopped on request, not because they had reached their end."""
+    initialised: bool = False
+    """The script of the live attempt made a shim."""
+    total_steps: int | None = None
+    """Where the script says that its end is."""
+    highest: int = 0
+    """The last step that any attempt completed."""
+    stopped_at: int | None = None
+    """The step of the newest stop on request: training was to go on there."""
     outcome: events.RunEnded | None = None
 
     def usable(self, name: str, t: float) -> tuple[int, ...]:
@@ -171,7 +179,7 @@ def apply(state: RunState, event: events.Event) -> RunState:
     if event.attempt is not None and event.attempt != state.attempt and not isinstance(event, events.AttemptLaunched):
         return state
     changed: RunState = handler(state, event)
-    return changed
+    return dataclasses.replace(changed, highest=changed.step) if changed.step > changed.highest else changed
 
 
 def _daemon_started(state: RunState, event: events.DaemonStarted) -> RunState:
@@ -289,6 +297,8 @@ def _attempt_launched(state: RunState, event: events.AttemptLaunched) -> RunStat
         restarts=state.restarts + (1 if state.attempt else 0),
         save_request=0,
         stopped=False,
+        initialised=False,
+        total_steps=None,
     )
 
 
@@ -311,6 +321,7 @@ _BEFORE_TRAINING = _BEFORE_FIRST_STEP | {Status.FIRST_STEP}
 
 
 def _workers_initialised(state: RunState, _event: events.WorkersInitialised) -> RunState:
+    state = dataclasses.replace(state, initialised=True)
     return _advance(state, Status.RESTORING, within=_BEFORE_RESTORING)
 
 
@@ -354,6 +365,8 @@ def _workers_finished(state: RunState, event: events.WorkersFinished) -> RunStat
         nodes=_node(state, event.node, finished=True),
         closed=state.closed or event.closed,
         stopped=state.stopped or event.stopping,
+        stopped_at=event.step if event.stopping else state.stopped_at,
+        total_steps=event.total_steps if event.total_steps is not None else state.total_steps,
         step=max(state.step, event.step),
     )
 

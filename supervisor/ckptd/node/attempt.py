@@ -282,7 +282,7 @@ class Attempt:
         if not self._failed and len(self.exits) == len(self.workers) and all(map(self._ended_well, self.exits)):
             self.emit(
                 "workers_finished", attempt=self.number, step=self.step, stopping=stopping,
-                closed=self.finished_report is not None,
+                closed=self.finished_report is not None, total_steps=(self.finished_report or {}).get("total_steps"),
             )  # fmt: skip
         self.emit(
             "attempt_ended",

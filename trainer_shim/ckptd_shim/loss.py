@@ -1,0 +1,38 @@
+"""What was the loss of late, without making a GPU wait for the answer?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+class LastLoss:
+    """The newest loss that is known: of a step not long ago, where it comes as a tensor on a GPU."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._copy: torch.Tensor | None = None
+        self._ready: Any = None
+
+    @property
+    def finite(self) -> float | None:
+        """The value, unless it is NaN or infinite."""
+        return self.value if self.value is not None and math.isfinite(self.value) else None
+
+    def look(self, loss: float | torch.Tensor | None) -> None:
+        """Take the loss out of a tensor; one on a GPU is copied, and the copy is read at a later look."""
+        if self._copy is not None and self._ready.query():
+            self.value, self._copy = float(self._copy), None
+        if loss is None:
+            return
+        if not isinstance(loss, torch.Tensor):
+            self.value = float(loss)
+        elif not loss.is_cuda:
+            self.value = float(loss.detach())
+        elif self._copy is None:
+            self._copy = torch.empty((), dtype=torch.float64, pin_memory=True)
+            self._copy.copy_(loss.detach().double().reshape(()), non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(loss.device))
