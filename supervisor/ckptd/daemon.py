@@ -31,6 +31,7 @@ from ckptd.journal import Journal, Origin
 from ckptd.launchers.base import Launcher
 from ckptd.ledger import Ledger
 from ckptd.link import Channel, Message
+from ckptd.node.tiers import marker_key
 from ckptd.rundir import RunDir, boot_id
 from ckptd_shim import contract
 
@@ -40,6 +41,8 @@ TICK_S = 1.0
 PROGRESS_INTERVAL_S = 60.0
 FIRST_PROGRESS_S = 3.0
 ASK_AGAIN_S = 2.0
+MAX_MARKERS = 1000
+"""Commits whose marker is known by its digest: far more than are kept, and what fits into one message."""
 HELLO_PATIENCE_S = 10.0
 """How long a connection may say nothing before it is closed."""
 MAX_RECORDS = 100
@@ -65,6 +68,8 @@ class Daemon:
         self._journal = Journal(ledger, acknowledge=self._acknowledge, tell=self._note)
         self._socket_path = socket_path
         self._drill = drill
+        self._markers: dict[str, str] = {}
+        """CRC-32C of the markers of the newest commits."""
         self._control: contract.Control | None = None
         self._steer: Steer | None = None
         self._wake = asyncio.Event()
@@ -92,6 +97,8 @@ class Daemon:
             self._learn(event)
             if isinstance(event, events.DaemonStarted):
                 anchor = event
+            elif isinstance(event, events.SaveCommitted):
+                self._remember(event)
         self.clock = RunClock.resume(last_t=self._ledger.last_t(), last=last, anchor=anchor, boot_id=boot_id())
 
     def happened(self, event: events.Event) -> None:
@@ -108,6 +115,11 @@ class Daemon:
         if session is not None and session.agent_id == origin.agent_id:
             session.channel.send({"type": "ack", "seq": origin.seq})
 
+    def _remember(self, event: events.SaveCommitted) -> None:
+        self._markers[marker_key(event.tier, event.path)] = event.marker_crc32c
+        while len(self._markers) > MAX_MARKERS:
+            del self._markers[next(iter(self._markers))]
+
     def _fold(self, event: events.Event) -> None:
         self.picture = picture.apply(self.picture, event)
         self._learn(event)
@@ -119,6 +131,7 @@ class Daemon:
         for observer in self.observers:
             observer(event)
         if isinstance(event, events.SaveCommitted):
+            self._remember(event)
             self._prune()
         if isinstance(event, events.FirstStep):
             self._progress_due = time.monotonic() + FIRST_PROGRESS_S
@@ -197,7 +210,10 @@ class Daemon:
     def _carry_out(self, command: Command) -> None:
         match command:
             case Ask(node=node, what=what, avoid=avoid):
-                self.agents.say(node, ("ask", what), {"type": "ask", "what": what, "avoid": list(avoid)})
+                question: Message = {"type": "ask", "what": what}
+                if what == "inventory":
+                    question |= {"markers": dict(self._markers), "avoid": list(avoid)}
+                self.agents.say(node, ("ask", what), question)
             case Launch(node=node, attempt=attempt):
                 order = orders.launch(self.spec, self.run_dir, self.run_id, self.picture, node, drill=self._drill)
                 self.agents.say(node, ("launch", attempt), order)

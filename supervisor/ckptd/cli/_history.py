@@ -63,11 +63,17 @@ def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
     """List the checkpoints of RUN on every tier, newest commit first. With --verify status 1 if one is not whole."""
     run_dir = find_run(run)
     spec = jobspec.load(run_dir.job_path, check=False)
+    with Ledger.open(run_dir.ledger_path, readonly=True) as ledger:
+        known = {
+            tiers.marker_key(event.tier, event.path): event.marker_crc32c
+            for _, event in ledger.events()
+            if isinstance(event, ev.SaveCommitted)
+        }
     found: list[tiers.Found] = []
     unreadable = False
     for tier in orders.settings(spec)["tiers"]:
         try:
-            found += tiers.scan(tiers.Tier.from_dict(tier))
+            found += tiers.scan(tiers.Tier.from_dict(tier), known)
         except OSError as error:
             print(f"ckptd: tier {tier['name']!r} cannot be read: {error}", file=sys.stderr)
             unreadable = True

@@ -16,6 +16,8 @@ from ckptd.core.run import LIVE, RunState, Status
 
 MAX_LAUNCH_FAILURES = 5
 """Launches in a row that may fail before a worker of ours exists: they are no crash of the job, but they end too."""
+INCURABLE = frozenset({"setup_error", "script_not_found"})
+"""Causes that every further attempt would meet again."""
 
 # --- commands -------------------------------------------------------------------------------------------------------
 
@@ -345,6 +347,8 @@ def _budget_spent(state: RunState) -> str | None:
     if last is None or last.planned:
         return None
     policy = state.policy
+    if last.cause in INCURABLE:
+        return f"no restart cures this: {last.detail}"
     if state.launch_failures >= MAX_LAUNCH_FAILURES:
         return f"the job could not be launched {state.launch_failures} times in a row: {last.detail}"
     if policy.max_restarts is not None and state.restarts >= policy.max_restarts:

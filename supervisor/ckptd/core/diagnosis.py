@@ -58,8 +58,8 @@ class Diagnosis:
     """Why an attempt ended."""
 
     cause: str
-    """`exception`, `cuda_oom`, `device_error`, `resume_error`, `script_not_found`, `launch`, `signal`, `exit_status`,
-    `early_exit`, `connection_lost`, `collective_timeout`, `agent_lost`, `requested_stop` or `unknown`."""
+    """`exception`, `cuda_oom`, `device_error`, `resume_error`, `setup_error`, `script_not_found`, `launch`, `signal`,
+    `exit_status`, `early_exit`, `connection_lost`, `collective_timeout`, `agent_lost`, `requested_stop` or `unknown`."""
     severity: Severity
     confidence: Confidence
     rank: int | None = None
@@ -298,6 +298,8 @@ class _Suspect:
             return self._found("device_error", "device", "high", detail)
         if error.bases & _RESUME_ERRORS:
             return self._found("resume_error", "code", "high", detail)
+        if "SetupError" in error.bases:
+            return self._found("setup_error", "code", "high", detail)
         if error.bases & _LAUNCH_ERRORS or (_PORT_TAKEN.search(words) and self.exit.step == 0):
             return self._found("launch", "launch", "high", detail)
         if error.bases & {"FileNotFoundError", "ImportError"} and _raised_by_runpy(error.traceback):

@@ -162,7 +162,7 @@ class Agent:
         elif kind == "ask" and order["what"] == "health":
             self._spawn(self._answer_health())
         elif kind == "ask" and order["what"] == "inventory":
-            self._spawn(self._answer_inventory(order.get("avoid", [])))
+            self._spawn(self._answer_inventory(order["markers"], order["avoid"]))
         elif kind == "prune":
             self._spawn(self._prune(order))
         elif kind == "exit":
@@ -323,11 +323,11 @@ class Agent:
         assert self._health is not None
         self._link.event("health_reported", unhealthy=sorted(self._health.unhealthy), detail=self._health.detail)
 
-    async def _answer_inventory(self, avoid: list[str]) -> None:
+    async def _answer_inventory(self, markers: dict[str, str], avoid: list[str]) -> None:
         assert self.settings is not None
         for tier in self.settings.tiers:
             await asyncio.to_thread(tiers.clear_graves, tier)
-        answer = await asyncio.to_thread(tiers.inventory, self.settings.tiers, self.run_id, avoid)
+        answer = await asyncio.to_thread(tiers.inventory, self.settings.tiers, self.run_id, markers, avoid)
         self._link.event("inventory_reported", **answer)
 
     async def _prune(self, order: Message) -> None:

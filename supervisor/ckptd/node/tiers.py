@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,20 @@ class Found:
         return self.marker.sequence if self.marker is not None else 0
 
 
-def scan(tier: Tier) -> list[Found]:
-    """Every checkpoint directory of a tier, committed or not. Raises OSError when the tier cannot be read at all."""
+def marker_key(tier: str, path: str) -> str:
+    """What the digest of a checkpoint's marker is known by."""
+    return f"{tier}/{os.path.basename(path)}"
+
+
+def scan(tier: Tier, known: Mapping[str, str] | None = None) -> list[Found]:
+    """Every checkpoint directory of a tier, committed or not.
+
+    `known`: CRC-32C of markers by `marker_key`, as the ledger has them from the commits. The marker vouches for every
+    other file; only the ledger vouches for the marker.
+
+    Raises:
+        OSError: the tier cannot be read at all.
+    """
     try:
         names = os.listdir(tier.directory)
     except FileNotFoundError:
@@ -74,8 +86,14 @@ def scan(tier: Tier) -> list[Found]:
             with open(os.path.join(path, contract.COMMITTED), "rb") as file:
                 data = file.read()
             digest = crc32c_bytes(data)
+            committed = (known or {}).get(marker_key(tier.name, path), digest)
             marker = contract.Marker.from_json(data, where=os.path.join(path, contract.COMMITTED))
-            if (marker.step, marker.attempt) != (step, attempt):
+            if digest != committed:
+                problem, marker = (
+                    f"its marker has CRC-32C {digest}, {committed} was committed: its bytes have changed",
+                    None,
+                )
+            elif (marker.step, marker.attempt) != (step, attempt):
                 problem, marker = f"its marker is of step {marker.step}, attempt {marker.attempt}", None
             elif marker.format != contract.FORMAT:
                 problem, marker = f"its format is {marker.format}; this ckptd reads {contract.FORMAT}", None
@@ -90,7 +108,9 @@ def scan(tier: Tier) -> list[Found]:
     return found
 
 
-def inventory(tiers: list[Tier], run_id: str, avoid: Collection[str] = ()) -> dict[str, Any]:
+def inventory(
+    tiers: list[Tier], run_id: str, known: Mapping[str, str] | None = None, avoid: Collection[str] = ()
+) -> dict[str, Any]:
     """The answer to "which checkpoint?": the fields of `InventoryReported`.
 
     Goes through the commits of this run from the newest, by commit sequence, and takes the first whose files all
@@ -101,7 +121,7 @@ def inventory(tiers: list[Tier], run_id: str, avoid: Collection[str] = ()) -> di
     found: list[Found] = []
     for tier in tiers:
         try:
-            found += scan(tier)
+            found += scan(tier, known)
         except OSError as error:
             return {"problem": f"tier {tier.name!r} cannot be read: {error}"}
     committed = [f for f in found if f.marker is not None]

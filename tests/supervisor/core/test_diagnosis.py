@@ -118,6 +118,7 @@ def test_only_the_last_traceback_of_a_chain_counts():
         ("torch.AcceleratorError", [], "CUDA error: uncorrectable ECC error encountered", "device_error", "device"),
         ("ckptd_shim.checkpoint.CheckpointMismatch", ["ckptd_shim.checkpoint.CheckpointError"], "shape", "resume_error", "code"),
         ("my.Own", ["ckptd_shim.checkpoint.CheckpointError"], "digest", "resume_error", "code"),
+        ("ckptd_shim.errors.SetupError", ["ValueError"], "the dataset has 5 samples", "setup_error", "code"),
         ("ModuleNotFoundError", ["ImportError"], "No module named 'x'", "exception", "code"),
         ("SyntaxError", [], "invalid syntax", "exception", "code"),
         ("torch.distributed.DistNetworkError", ["RuntimeError"], "failed to bind, EADDRINUSE, Address already in use", "launch", "launch"),

@@ -3,9 +3,9 @@
 import pytest
 
 from ckptd.core import events as ev
-from ckptd.core import run
+from ckptd.core import decisions, run
+from ckptd.core.decisions import Record
 from ckptd.core.policy import Policy
-from ckptd.core.run import Record
 
 COMMIT = {"step": 10, "tier": "disk", "path": "/c", "marker_crc32c": "0", "sequence": 1}
 
@@ -52,7 +52,7 @@ def outcome(*history):
     ]
     for event in begin + [each for part in history for each in part]:
         state = run.apply(state, event)
-    commands = run.decide(state, 8.0)
+    commands = decisions.decide(state, 8.0)
     assert len(commands) == 1 and isinstance(commands[0], Record), commands
     event = commands[0].event
     assert isinstance(event, ev.RunEnded)
@@ -99,3 +99,10 @@ def test_an_end_without_a_step_where_training_was_to_go_on(history, words):
 )
 def test_a_real_end_is_one(history):
     assert outcome(*history)[0] == "finished"
+
+
+def test_what_no_restart_cures_is_not_tried_again():
+    setup = ev.Interrupted(t=7.0, attempt=1, cause="setup_error", severity="code", detail="5 samples, a batch of 12")
+    what, detail = outcome([*launched()[:2], *killed(step=0)[:2], setup])
+    assert what == "failed"
+    assert detail == "no restart cures this: 5 samples, a batch of 12"
