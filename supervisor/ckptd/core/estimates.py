@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import statistics
 from dataclasses import dataclass, replace
 
@@ -150,7 +151,8 @@ def _exposure(state: Estimates, t: float) -> float:
     if state.up_since is None:
         return state.exposure_device_s
     until = max(t, state.t) if math.isfinite(t) else state.t
-    return state.exposure_device_s + max(0.0, until - state.up_since) * max(state.world_size, 0)
+    spent = state.exposure_device_s + max(0.0, until - state.up_since) * max(state.world_size, 0)
+    return min(spent, sys.float_info.max)  # a time that makes no sense must not make every estimate infinite
 
 
 def _down(state: Estimates) -> Estimates:
