@@ -22,6 +22,8 @@ parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--pause", type=float, default=0.02, help="seconds a step takes besides computing")
 parser.add_argument("--width", type=int, default=32, help="of the hidden layer: size of the checkpoint")
 parser.add_argument("--losses", default="")
+parser.add_argument("--dropout", type=float, default=0.2)
+parser.add_argument("--orders", help="directory in which a file rank<k> holds the fault that rank k is to have now")
 parser.add_argument("--linger", action="store_true", help="rank 1 does not end after the end")
 parser.add_argument("--fault", action="append", default=[], help="KIND:STEP[:RANK[:ATTEMPT]], at the end of that step")
 args = parser.parse_args()
@@ -32,7 +34,7 @@ attempt = int(os.environ.get("CKPTD_ATTEMPT", "1"))
 
 torch.manual_seed(1)
 model = DistributedDataParallel(
-    nn.Sequential(nn.Linear(8, args.width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(args.width, 1))
+    nn.Sequential(nn.Linear(8, args.width), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(args.width, 1))
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + step / 50))
@@ -45,7 +47,21 @@ shim.resume()
 began = shim.global_step
 
 
+def ordered() -> list[str]:
+    """The fault that somebody outside ordered for this rank, once."""
+    path = f"{args.orders}/rank{rank}"
+    try:
+        with open(path, encoding="ascii") as file:
+            kind = file.read()
+        os.unlink(path)
+    except OSError:
+        return []
+    return [kind] if kind else []
+
+
 def faults(step: int) -> None:
+    for kind in ordered() if args.orders else []:
+        commit_fault(kind, step)
     for fault in args.fault:
         kind, at, *rest = fault.split(":")
         if kind == "device" and os.environ.get("CKPTD_DEVICE") == at and step == began + 3:
@@ -58,24 +74,28 @@ def faults(step: int) -> None:
         when = int(rest[1]) if len(rest) > 1 else attempt
         if step != int(at) or rank != where or attempt != when:
             continue
-        if kind == "raise":
-            raise RuntimeError(f"planted at step {step}")
-        if kind == "exit0":
-            os._exit(0)
-        if kind == "exit3":
-            sys.exit(3)
-        if kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "segv":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if kind == "hang":
-            time.sleep(1e6)
-        if kind == "freeze":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if kind == "deaf":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if kind == "bus":
-            os.kill(os.getpid(), signal.SIGBUS)
+        commit_fault(kind, step)
+
+
+def commit_fault(kind: str, step: int) -> None:
+    if kind == "raise":
+        raise RuntimeError(f"planted at step {step}")
+    if kind == "exit0":
+        os._exit(0)
+    if kind == "exit3":
+        sys.exit(3)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "segv":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if kind == "hang":
+        time.sleep(1e6)
+    if kind == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if kind == "bus":
+        os.kill(os.getpid(), signal.SIGBUS)
 
 
 while shim.global_step < args.steps and not shim.stopping:

@@ -13,7 +13,10 @@ from typing import Final
 from ckptd.core import events
 
 STRIKES: Final = 3
-"""Failures put down to one device, within the window, after which it is left out."""
+"""Failures put down to one device, within the window, after which it is left out.
+
+That a process was killed, say, may have many reasons: such strikes count only as long as no commit comes in between.
+"""
 WINDOW_S: Final = 6 * 3600.0
 QUARANTINE_S: Final = 3600.0
 """How long the first time; twice as long each time after. A device that comes back is on probation: one strike counts."""
@@ -28,8 +31,8 @@ STRIKING: Final = frozenset({"signal", "exit_status", "device_error", "cuda_oom"
 class Record:
     """What is held against one device."""
 
-    strikes: tuple[float, ...] = ()
-    """Times on the run's clock."""
+    strikes: tuple[tuple[float, bool], ...] = ()
+    """(time on the run's clock, whether it is certain that the device was at fault)."""
     until: float = 0.0
     """Left out until then."""
     times: int = 0
@@ -132,7 +135,7 @@ def struck(book: DeviceBook, event: events.Interrupted, placement: Mapping[str, 
         return book
     identity = book.identity(*where)
     record = book.records.get(identity, Record())
-    strikes = (*(s for s in record.strikes if event.t - s < WINDOW_S), event.t)
+    strikes = (*(s for s in record.strikes if event.t - s[0] < WINDOW_S), (event.t, event.severity == "device"))
     if len(strikes) < STRIKES and not record.times:
         record = dataclasses.replace(record, strikes=strikes)
     else:
@@ -144,6 +147,18 @@ def struck(book: DeviceBook, event: events.Interrupted, placement: Mapping[str, 
             reason=f"{len(strikes) if not record.times else 1} failures were put down to it, the last: {event.detail}",
         )
     return dataclasses.replace(book, records={**book.records, identity: record})
+
+
+def proved(book: DeviceBook, placement: Mapping[str, Sequence[int]]) -> DeviceBook:
+    """A commit: whatever ended processes before, these devices can train. Only certain faults are still held."""
+    records = dict(book.records)
+    for node, indices in placement.items():
+        for index in indices:
+            identity = book.identity(node, index)
+            record = records.get(identity)
+            if record is not None and record.strikes:
+                records[identity] = dataclasses.replace(record, strikes=tuple(s for s in record.strikes if s[1]))
+    return dataclasses.replace(book, records=records) if records != book.records else book
 
 
 def unkillable(book: DeviceBook, event: events.AttemptEnded, placement: Mapping[str, Sequence[int]]) -> DeviceBook:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import statistics
+import sys
 from dataclasses import dataclass, replace
 
 from ckptd.core import events as ev

@@ -348,6 +348,7 @@ def _save_committed(state: RunState, event: events.SaveCommitted) -> RunState:
         attempts_without_progress=0 if advanced else state.attempts_without_progress,
         signatures=() if advanced else state.signatures,
         suspects=() if advanced else state.suspects,
+        book=devices.proved(state.book, state.placement),
     )
 
 

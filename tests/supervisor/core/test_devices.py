@@ -76,6 +76,13 @@ def test_a_failure_of_severity_device_counts_whatever_its_cause():
     assert state.usable("a", range(4), 10.0) == (0, 1, 3)
 
 
+def test_a_commit_clears_doubts_but_not_certain_faults():
+    doubtful = devices.proved(struck(book(), [0.0, 1.0]), PLACEMENT)
+    assert struck(doubtful, [2.0]).usable("a", range(4), 3.0) == (0, 1, 2, 3)
+    certain = devices.proved(struck(book(), [0.0, 1.0], severity="device"), PLACEMENT)
+    assert struck(certain, [2.0]).usable("a", range(4), 3.0) == (0, 1, 3)
+
+
 def test_strikes_stay_with_the_device_when_indices_shift():
     state = struck(book(), range(STRIKES))
     shifted = [{"index": i, "id": name} for i, name in enumerate(["u1", "u2", "u3"])]

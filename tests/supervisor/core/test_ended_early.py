@@ -2,8 +2,8 @@
 
 import pytest
 
-from ckptd.core import events as ev
 from ckptd.core import decisions, run
+from ckptd.core import events as ev
 from ckptd.core.decisions import Record
 from ckptd.core.policy import Policy
 
