@@ -5,6 +5,7 @@ VENV ?= .venv
 # More for pip, such as the small build of torch for machines without a GPU:
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_ARGS ?=
+SECONDS ?= 600
 PYTEST_ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
@@ -14,12 +15,13 @@ STAMP := $(VENV)/.ckptd-installed
 # One run of pytest, the fast tests first and those of the whole product last.
 TESTS := $(filter-out %/system %/__pycache__,$(patsubst %/,%,$(wildcard tests/test_*.py tests/*/))) tests/system
 
-.PHONY: help demo setup test check clean
+.PHONY: help demo setup test check soak clean
 
 help:
 	@echo "make demo    run the example job under ckptd, break it twice, see it recover (one to three minutes)"
 	@echo "make test    check the code, then run all tests"
 	@echo "make check   ruff and mypy only"
+	@echo "make soak    fault after fault for SECONDS=600, or as long as you say"
 	@echo "make clean   remove $(VENV)"
 
 setup: $(STAMP)
@@ -46,6 +48,9 @@ check: setup
 
 test: check
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+
+soak: setup
+	CKPTD_SOAK_S=$(SECONDS) $(BIN)/python -m pytest -s tests/system/test_soak.py
 
 clean:
 	rm -rf $(VENV)
