@@ -243,6 +243,9 @@ class Attempt:
         for rank, worker in self.workers.items():
             if rank in self.exits or rank not in self.pulses:
                 continue  # before its heartbeat page is there, the signal would end it
+            stat = processes.read_stat(worker.pid)
+            if stat is None or stat.state in "TtDZX":
+                continue  # stopped, or inside of the kernel: it will not answer
             before[self._stacks_path(rank)] = _size(self._stacks_path(rank))
             processes.send(worker, STACKS_SIGNAL)
         deadline = time.monotonic() + STACKS_PATIENCE_S
