@@ -112,6 +112,10 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
     given_up = _budget_spent(state)
     if given_up is not None:
         return [_end(t, "failed", 1, given_up)]
+    given_up = _no_progress(state)
+    # Where somebody can be asked what is on the tiers, that comes first: a commit that nobody told of is progress too.
+    if given_up is not None and all(node.inventory_known for node in state.nodes.values() if node.connected):
+        return [_end(t, "failed", 1, given_up)]
     timed_out = state.waiting_since is not None and t - state.waiting_since >= state.policy.wait_for_devices_s
     connected = {name: node for name, node in state.nodes.items() if node.connected}
     questions: list[Command] = [Ask(node=n, what="health") for n, node in connected.items() if not node.health_known]
@@ -119,6 +123,8 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
         Ask(node=n, what="inventory", avoid=state.suspects) for n, node in connected.items() if not node.inventory_known
     ]
     if not connected or questions:
+        if timed_out and given_up is not None:
+            return [_end(t, "failed", 1, given_up)]
         if timed_out:
             return [_end(t, "unavailable", 69, "no node agent answered within cluster.wait_for_devices")]
         return questions
@@ -280,8 +286,10 @@ def _ended_early(state: RunState) -> str | None:
 
 def _interruption(state: RunState, t: float) -> events.Interrupted:
     failure = state.failure
-    committed_step = state.committed.step if state.committed is not None else 0
-    lost_steps = max(0, state.step - max(committed_step, (state.resume or {}).get("step", 0)))
+    committed = state.committed
+    # A commit of an attempt before counts only if this one resumed from it: it may have been damaged.
+    own_step = committed.step if committed is not None and committed.attempt == state.attempt else 0
+    lost_steps = max(0, state.step - max(own_step, (state.resume or {}).get("step", 0)))
     if failure is None:
         reason = state.request.reason if state.request is not None else ""
         when = state.request.t if state.request is not None else t
@@ -353,15 +361,18 @@ def _budget_spent(state: RunState) -> str | None:
         return f"the job could not be launched {state.launch_failures} times in a row: {last.detail}"
     if policy.max_restarts is not None and state.restarts >= policy.max_restarts:
         return f"restart.max_restarts ({policy.max_restarts}) is spent; the last failure: {last.detail}"
-    incurable = _incurable(state)
-    if incurable is not None:
-        return incurable
-    if state.attempts_without_progress >= policy.max_without_progress:
-        return (
-            f"{state.attempts_without_progress} attempts without a new committed checkpoint "
-            f"(restart.max_without_progress){_repeats(state)}; the last failure: {last.detail}"
-        )
-    return None
+    return _incurable(state)
+
+
+def _no_progress(state: RunState) -> str | None:
+    """Why the run must end for want of progress, None while it may go on."""
+    last = state.interrupted
+    if last is None or last.planned or state.attempts_without_progress < state.policy.max_without_progress:
+        return None
+    return (
+        f"{state.attempts_without_progress} attempts without a new committed checkpoint "
+        f"(restart.max_without_progress){_repeats(state)}; the last failure: {last.detail}"
+    )
 
 
 def _repeats(state: RunState) -> str:

@@ -302,8 +302,14 @@ class _Suspect:
             return self._found("setup_error", "code", "high", detail)
         if error.bases & _LAUNCH_ERRORS or (_PORT_TAKEN.search(words) and self.exit.step == 0):
             return self._found("launch", "launch", "high", detail)
-        if error.bases & {"FileNotFoundError", "ImportError"} and _raised_by_runpy(error.traceback):
+        not_there = _NO_SCRIPT.search(error.message) or _raised_by_runpy(error.traceback)
+        if error.bases & {"FileNotFoundError", "ImportError"} and not_there:
             return self._found("script_not_found", "code", "high", detail)
+        if error.type == "SystemExit":
+            said = "" if error.message.lstrip("-").isdecimal() else f": {_headline(error).partition(': ')[2]}"
+            return self._found(
+                "exit_status", "process", "high", f"rank {self.exit.rank} ended with status {self.exit.exitcode}{said}"
+            )
         severity: Severity = "code" if error.bases & _CODE_ERRORS else "process"
         return self._found("exception", severity, "high", detail)
 

@@ -262,6 +262,10 @@ def _inventory_reported(state: RunState, event: events.InventoryReported) -> Run
     newest = state.inventory
     if newest is None or (event.chosen or {}).get("sequence", 0) >= (newest.chosen or {}).get("sequence", 0):
         newest = event
+    found = event.chosen or {}
+    if found.get("sequence", 0) > (state.committed.sequence if state.committed is not None else 0):
+        # Rank 0 died, or its agent, between the commit and the word of it: progress all the same.
+        state = _committed(state, _as_commit(event))
     return dataclasses.replace(
         state,
         nodes=_node(state, event.node, inventory_known=True),
@@ -337,18 +341,33 @@ def _progress(state: RunState, event: events.Progress) -> RunState:
     return dataclasses.replace(state, step=max(state.step, event.step))
 
 
+def _as_commit(event: events.InventoryReported) -> events.SaveCommitted:
+    found = event.chosen or {}
+    return events.SaveCommitted(
+        t=event.t, at=event.at, attempt=found.get("attempt"), node=event.node, step=found["step"],
+        samples=found.get("samples_seen", 0), tier=found["tier"], path=found["path"], sequence=found["sequence"],
+        marker_crc32c=found["marker_crc32c"], world_size=found.get("world_size", 0),
+        comparable=found.get("comparable", True),
+    )  # fmt: skip
+
+
 def _save_committed(state: RunState, event: events.SaveCommitted) -> RunState:
+    state = _committed(state, event)
+    return dataclasses.replace(
+        state, step=max(state.step, event.step), book=devices.proved(state.book, state.placement)
+    )
+
+
+def _committed(state: RunState, event: events.SaveCommitted) -> RunState:
     advanced = state.committed is None or event.step > state.committed.step
     return dataclasses.replace(
         state,
         committed=event,
         commit_sequence=max(state.commit_sequence, event.sequence),
         ever_committed=True,
-        step=max(state.step, event.step),
         attempts_without_progress=0 if advanced else state.attempts_without_progress,
         signatures=() if advanced else state.signatures,
         suspects=() if advanced else state.suspects,
-        book=devices.proved(state.book, state.placement),
     )
 
 

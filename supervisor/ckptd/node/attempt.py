@@ -282,7 +282,8 @@ class Attempt:
         ranks = {worker.pid: rank for rank, worker in self.workers.items()}
         leftovers = [p for p in swept.killed if p.pid not in ranks]
         stopping = bool((self.finished_report or {}).get("stopping"))
-        if not self._failed and len(self.exits) == len(self.workers) and all(map(self._ended_well, self.exits)):
+        all_ended = bool(self.workers) and len(self.exits) == len(self.workers)
+        if not self._failed and all_ended and all(map(self._ended_well, self.exits)):
             self.emit(
                 "workers_finished", attempt=self.number, step=self.step, stopping=stopping,
                 closed=self.finished_report is not None, total_steps=(self.finished_report or {}).get("total_steps"),

@@ -65,6 +65,7 @@ def _answer(start_response: StartResponse, status: str, body: bytes, kind: str =
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 128  # of the default, 5, a sixth connection at a time waits a second for its retry
 
     def server_bind(self) -> None:
         # WSGIServer asks the DNS for this host's full name here, which may take seconds; nobody needs it.

@@ -150,6 +150,39 @@ def test_a_save_that_does_not_come_is_not_waited_for_for_ever():
     assert orders == [Stop(node="a", attempt=1, grace=True)]
 
 
+def test_a_commit_that_only_the_disk_tells_of_is_progress():
+    """Rank 0 died between its marker and the word of it. The budget is judged by what is there."""
+    policy = dataclasses.replace(POLICY, max_without_progress=1)
+    crashed = [
+        *until_training(policy),
+        ev.FailureDetected(t=8.0, detected_t=8.0, attempt=1, node="a", rank=0, exitcode=-9, step=14),
+        ev.AttemptEnded(t=9.0, attempt=1, node="a", exits=[{"rank": 0, "exitcode": -9, "step": 14}]),
+    ]
+    state, _, orders = decide(fold(*crashed), 9.0)
+    assert {o.what for o in orders} == {"health", "inventory"}
+    state = run.apply(state, ev.HealthReported(t=9.0, node="a"))
+    told = run.apply(state, ev.InventoryReported(t=9.0, node="a", chosen=chosen(10, 1), commits=1))
+    state, recorded, _ = decide(told, 9.0)
+    assert [e.resume["step"] for e in recorded] == [10]
+    assert state.committed.step == 10
+    state, _, _ = decide(fold(*crashed), 9.0)
+    _, recorded, _ = decide(run.apply(state, ev.InventoryReported(t=9.0, node="a")), 9.0)
+    assert [(e.outcome, e.exit_status) for e in recorded] == [("failed", 1)]
+
+
+def test_steps_lost_are_counted_from_where_the_attempt_resumed():
+    history = [
+        *until_training(resume=chosen(20, 2)), ev.Progress(t=7.0, attempt=1, node="a", step=25),
+        ev.FailureDetected(t=8.0, detected_t=8.0, attempt=1, node="a", rank=0, exitcode=-9, step=25),
+        ev.AttemptEnded(t=9.0, attempt=1, node="a", exits=[{"rank": 0, "exitcode": -9, "step": 25}]),
+    ]  # fmt: skip
+    state = fold(*history)
+    # The newest commit, of an attempt before, was damaged: the attempt did not resume from it.
+    state = dataclasses.replace(state, committed=ev.SaveCommitted(t=1.0, attempt=0, step=30, sequence=3))
+    _, recorded, _ = decide(state, 9.0)
+    assert recorded[0].lost_steps == 5
+
+
 def test_what_an_old_attempt_says_changes_nothing():
     state = fold(*until_training())
     for late in (

@@ -1,0 +1,134 @@
+"""A stop that comes while workers are being launched: whatever the order, they end, and that is told once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+
+from ckptd.node import processes
+from ckptd.node.attempt import Attempt
+from ckptd_shim.contract import ENV_ATTEMPT, ENV_RUN_ID
+
+
+class Stage:
+    """An attempt, what it told, and real workers."""
+
+    def __init__(self, directory):
+        self.told = []
+        self.released = 0
+        self.workers = []
+        self.run_id = uuid.uuid4().hex
+        self.attempt = Attempt(
+            run_id=self.run_id, number=1, node="local", directory=str(directory), ranks=[0, 1], emit=self._emit,
+            release=self._release, stop_grace_s=0.3,
+        )  # fmt: skip
+
+    def _emit(self, kind, **data):
+        self.told.append((kind, data))
+
+    def _release(self):
+        self.released += 1
+
+    def kinds(self):
+        return [kind for kind, _ in self.told]
+
+    def launch(self, code="import time; time.sleep(600)"):
+        environment = {**os.environ, ENV_RUN_ID: self.run_id, ENV_ATTEMPT: "1"}
+        self.workers = [
+            subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True) for _ in range(2)
+        ]
+        return dict(enumerate(w.pid for w in self.workers)), dict(enumerate(os.pidfd_open(w.pid) for w in self.workers))
+
+    def started(self, *args, **options):
+        pids, fds = self.launch(*args, **options)
+        self.attempt.started(pids, fds, time.monotonic())
+
+    async def ended(self):
+        await asyncio.wait_for(self.attempt.ended.wait(), 20)
+        await asyncio.sleep(0)
+        assert processes.members(self.run_id, 1, []) == []
+        assert self.kinds().count("attempt_ended") == 1
+        return dict(self.told)["attempt_ended"]
+
+
+@pytest.fixture
+def stage(tmp_path):
+    stage = Stage(tmp_path)
+    yield stage
+    for worker in stage.workers:
+        worker.kill()
+        worker.wait()
+
+
+def test_before_the_launch_nothing_is_launched(stage):
+    async def scene():
+        stage.attempt.stop(grace=True)
+        assert not stage.attempt.claim()
+        await stage.ended()
+
+    asyncio.run(scene())
+    assert stage.kinds() == ["attempt_ended"]
+
+
+def test_during_the_launch_the_workers_are_ended_as_soon_as_they_exist(stage):
+    async def scene():
+        assert stage.attempt.claim()
+        stage.attempt.stop(grace=True)
+        stage.attempt.stop(grace=False)
+        await asyncio.sleep(0.05)
+        assert stage.kinds() == [], "nothing can have ended that may just be beginning"
+        stage.started()
+        ended = await stage.ended()
+        assert [e["exitcode"] for e in ended["exits"]] == [-signal.SIGTERM] * 2
+
+    asyncio.run(scene())
+    assert stage.kinds() == ["workers_started", "attempt_ended"]
+    assert stage.released == 1
+
+
+def test_during_a_launch_that_fails(stage):
+    async def scene():
+        assert stage.attempt.claim()
+        stage.attempt.stop(grace=True)
+        stage.launch()  # some of them came to be, and nobody was told their pids
+        stage.attempt.launch_failed("no room")
+        await stage.ended()
+
+    asyncio.run(scene())
+    assert stage.kinds() == ["failure_detected", "attempt_ended"]
+
+
+def test_after_it_and_twice(stage):
+    async def scene():
+        assert stage.attempt.claim()
+        stage.started("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
+        await asyncio.sleep(0.2)
+        stage.attempt.stop(grace=True)
+        stage.attempt.stop(grace=True)
+        stage.attempt.launch_failed("elastic says so, too late")
+        await stage.ended()
+
+    asyncio.run(scene())
+    assert stage.kinds() == ["workers_started", "attempt_ended"]
+
+
+def test_in_the_moment_in_which_all_have_finished(stage):
+    async def scene():
+        assert stage.attempt.claim()
+        stage.started("pass")
+        for worker in stage.workers:
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222  the loop must not look before
+        while len(stage.attempt.exits) < 2:
+            await asyncio.sleep(0)
+        stage.attempt.stop(grace=True)
+        await stage.ended()
+
+    asyncio.run(scene())
+    assert stage.kinds() == ["workers_started", "workers_finished", "attempt_ended"]

@@ -1,0 +1,54 @@
+"""What `health.command` says about devices, and that one which hangs leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ckptd.errors import LaunchError
+from ckptd.node import health, processes
+
+DEVICES = health.Devices(gpus=False, devices=[{"index": i, "id": f"cpu-slot-{i}", "name": "cpu"} for i in range(4)])
+
+
+def ask(*command):
+    return asyncio.run(health.ask(DEVICES, list(command) or None))
+
+
+def test_no_command_no_complaint():
+    assert ask() == health.Health()
+
+
+def test_the_indices_that_it_prints_are_unhealthy():
+    assert ask("printf", "1\n3\n") == health.Health(unhealthy=frozenset({1, 3}))
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (("printf", "7 x"), "no index of a device here"),
+        (("sh", "-c", "echo broken >&2; exit 3"), "ended with status 3: broken"),
+        (("/no/such/command",), "cannot be started"),
+    ],
+)
+def test_what_it_cannot_say_is_not_held_against_a_device(command, why):
+    found = ask(*command)
+    assert found.unhealthy == frozenset()
+    assert why in found.detail
+
+
+def test_one_that_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
+    monkeypatch.setattr(health, "COMMAND_TIMEOUT_S", 0.5)
+    found = ask("sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait")
+    assert "gave no answer within" in found.detail
+    child = processes.identify(int((tmp_path / "pid").read_text()))
+    assert child is None or processes.wait_gone([child], 10.0) == []
+
+
+def test_no_gpu_and_no_number():
+    if health._nvml_devices():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(LaunchError, match="devices_per_node: 2"):
+        health.find_devices(None)
+    assert health.find_devices(3).indices == [0, 1, 2]
