@@ -382,6 +382,7 @@ class Daemon:
                 self.live.update(message["ranks"])
                 beats = {int(r): Beat(step=b["step"], phase=b["phase"]) for r, b in message["ranks"].items()}
                 self._detector.feed(beats, time.monotonic())
+                self._watch_for_hangs()
                 self._live_mono = time.monotonic()
         elif message["type"] == "event":
             self._event_from_agent(session, message)

@@ -25,6 +25,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "init": ("ckptd.cli._init:init", "Write a job.yaml to start from."),
     "run": ("ckptd.cli._run:run", "Run a job until it is over."),
     "status": ("ckptd.cli._ask:status", "Show where a run is."),
+    "report": ("ckptd.cli._report:report", "Tell where a run's time went and what each restart cost."),
     "events": ("ckptd.cli._history:events", "List what happened to a run."),
     "checkpoints": ("ckptd.cli._history:checkpoints", "List the checkpoints of a run."),
     "prove": ("ckptd.cli._prove:prove", "Prove that a job resumes exactly, or say what it forgets."),
