@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ckptd_shim.errors import SetupError
 from ckptd_shim.randomness import derive_seed
 
 _ORDER = ("dataset_size", "global_batch", "seed", "shuffle", "drop_last")
@@ -31,8 +32,7 @@ class DataPosition:
     """The training loader, or None.
 
     Raises:
-        TypeError: a loader without a position.
-        ValueError: a loader whose position cannot be trusted.
+        SetupError: a loader without a position, or with one that cannot be trusted.
     """
 
     def __init__(self, dataloader: Any) -> None:
@@ -54,13 +54,13 @@ class DataPosition:
             return "loader"
         if self.sampler is not None:
             if getattr(self.dataloader, "num_workers", 0):
-                raise ValueError(
+                raise SetupError(
                     f"dataloader has {self.dataloader.num_workers} workers, which take indices from "
                     f"{type(self.sampler).__name__} ahead of training, so its state is not where training is: use "
                     "GlobalSampler, a StatefulDataLoader, or num_workers=0"
                 )
             return "sampler"
-        raise TypeError(
+        raise SetupError(
             f"dataloader ({type(self.dataloader).__name__}) has no position, so a resumed run would begin its epoch "
             "again: give it batch_sampler=GlobalSampler(...), give its dataset set_position(samples), use torchdata's "
             "StatefulDataLoader, or keep the data's position in extra="
@@ -68,7 +68,7 @@ class DataPosition:
 
     def _check_order(self) -> None:
         if getattr(self.dataloader, "num_workers", 0) and not getattr(self.dataloader, "in_order", True):
-            raise ValueError("dataloader has in_order=False: which batches came first is not known after a resume")
+            raise SetupError("dataloader has in_order=False: which batches came first is not known after a resume")
 
     @property
     def accumulation_steps(self) -> int | None:
@@ -143,11 +143,15 @@ class DataPosition:
         elif self.kind == "sampler":
             self.sampler.load_state_dict(saved)
         elif self.kind == "loader":
-            if saved["epoch"] is not None and (holder := _epoch_holder(self.dataloader)) is not None:
+            holder = _epoch_holder(self.dataloader)
+            if saved["epoch"] is not None and holder is not None:
                 holder.set_epoch(saved["epoch"])
             self.dataloader.load_state_dict(saved["state"])
             # Makes the iterator now: it draws a random number, and the generators are put back after this.
             self.dataloader.state_dict()
+            if saved["state"].get(_FINISHED) and getattr(holder, "next_yielded", None) is not None:
+                # Meant for the epoch that is over, it would skip all of the next.
+                holder.next_yielded = None
 
     def seed(self, seed: int, step: int, rank: int) -> None:
         """Give a DataLoader that is put in place by the counters its own generator.

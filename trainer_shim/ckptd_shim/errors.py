@@ -3,7 +3,9 @@
 CheckpointError            a checkpoint cannot be written, read or trusted
 └── CheckpointMismatch     it is whole, but it was saved by a script that differs from this one
 
-Wrong arguments are ValueError and TypeError, as anywhere in Python.
+SetupError                 a ValueError: dataset, batch, loader and workers cannot work together; no restart cures that
+
+Other wrong arguments are ValueError and TypeError, as anywhere in Python.
 """
 
 from __future__ import annotations
@@ -31,3 +33,7 @@ class CheckpointMismatch(CheckpointError):
             lines.append(f"  - and {len(differences) - len(shown)} more")
         lines.append("Build what the saving script built, or start a new run in another directory.")
         super().__init__("\n".join(lines))
+
+
+class SetupError(ValueError):
+    """Dataset, batch, loader and number of workers do not fit each other: it would be the same after a restart."""

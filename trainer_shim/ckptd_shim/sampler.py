@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from ckptd_shim import contract
+from ckptd_shim.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,15 +37,15 @@ def accumulation_steps(global_batch: int, world_size: int, micro_batch: int | No
     fewer; with a micro-batch of None, 1.
 
     Raises:
-        ValueError: `world_size` does not divide `global_batch`, or a number is below 1.
+        SetupError: `world_size` does not divide `global_batch`, or a number is below 1.
     """
     if global_batch < 1 or world_size < 1 or (micro_batch is not None and micro_batch < 1):
-        raise ValueError(
+        raise SetupError(
             f"global batch {global_batch}, world size {world_size} and micro-batch {micro_batch} must each be 1 or more"
         )
     share, rest = divmod(global_batch, world_size)
     if rest:
-        raise ValueError(f"a world of {world_size} ranks does not divide the global batch of {global_batch} samples")
+        raise SetupError(f"a world of {world_size} ranks does not divide the global batch of {global_batch} samples")
     if micro_batch is None:
         return 1
     return next(k for k in range(-(-share // micro_batch), share + 1) if share % k == 0)
@@ -127,7 +128,7 @@ class GlobalSampler(Sampler[list[int]]):
         weights: draw with replacement, in proportion to these `dataset_size` numbers; an epoch is as long as without.
 
     Raises:
-        ValueError: numbers that do not fit each other, or a global batch that is not job.yaml's.
+        SetupError: numbers that do not fit each other, or a global batch that is not job.yaml's.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class GlobalSampler(Sampler[list[int]]):
     ) -> None:
         launch = _launch_context()
         if launch is not None and launch.global_batch not in (None, global_batch):
-            raise ValueError(
+            raise SetupError(
                 f"GlobalSampler has global_batch={global_batch}, but batch.global in job.yaml is {launch.global_batch}: "
                 "make them equal"
             )
@@ -154,9 +155,9 @@ class GlobalSampler(Sampler[list[int]]):
         self.rank, self.world_size = _rank_and_world(rank, world_size)
         self.accumulation_steps = accumulation_steps(global_batch, self.world_size, micro_batch)
         if dataset_size < 1:
-            raise ValueError(f"a dataset of {dataset_size} samples has nothing to train on")
+            raise SetupError(f"a dataset of {dataset_size} samples has nothing to train on")
         if drop_last and dataset_size < global_batch:
-            raise ValueError(
+            raise SetupError(
                 f"the dataset has {dataset_size} samples, fewer than one global batch of {global_batch}: with "
                 "drop_last=True an epoch would have no step at all"
             )
@@ -193,10 +194,10 @@ class GlobalSampler(Sampler[list[int]]):
         """Go on after `samples` global samples trained on since the start of training.
 
         Raises:
-            ValueError: negative, or not a whole number of global batches.
+            SetupError: negative, or not a whole number of global batches.
         """
         if samples < 0 or samples % self.global_batch:
-            raise ValueError(
+            raise SetupError(
                 f"{samples} samples are no whole number of global batches of {self.global_batch}: was the global batch "
                 "another one before?"
             )
@@ -250,10 +251,10 @@ class GlobalSampler(Sampler[list[int]]):
 def _cumulative(weights: Sequence[float] | torch.Tensor, size: int) -> torch.Tensor:
     values = torch.as_tensor(weights, dtype=torch.float64).reshape(-1)
     if len(values) != size:
-        raise ValueError(f"there are {len(values)} weights for {size} samples")
+        raise SetupError(f"there are {len(values)} weights for {size} samples")
     sums = torch.cumsum(values, 0)
     if bool((values < 0).any()) or not bool(torch.isfinite(sums[-1])) or not bool(sums[-1] > 0):
-        raise ValueError("weights must be finite, none below zero, and not all of them zero")
+        raise SetupError("weights must be finite, none below zero, and not all of them zero")
     return sums
 
 
@@ -265,7 +266,7 @@ def _launch_context() -> contract.LaunchContext | None:
 def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Arguments, else torch.distributed, else the launcher's environment, else a world of one."""
     if (rank is None) != (world_size is None):
-        raise ValueError("give both rank and world_size, or neither")
+        raise SetupError("give both rank and world_size, or neither")
     if rank is None or world_size is None:
         if dist.is_available() and dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -273,5 +274,5 @@ def _rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]
             # A sampler made before init_process_group must not take the whole batch on every rank.
             rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not in a world of {world_size}")
+        raise SetupError(f"rank {rank} is not in a world of {world_size}")
     return rank, world_size

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ckptd_shim import contract, loading
 from ckptd_shim.checkpoint import Saver, Target
 from ckptd_shim.contract import LaunchContext, Phase, Report
-from ckptd_shim.errors import CheckpointError
+from ckptd_shim.errors import CheckpointError, SetupError
 from ckptd_shim.extras import dump
 from ckptd_shim.interval import parse_interval
 from ckptd_shim.loss import LastLoss
@@ -398,7 +398,7 @@ class TrainerShim:
         }
         known = {name: value for name, value in told.items() if value is not None}
         if len(set(known.values())) > 1:
-            raise ValueError(
+            raise SetupError(
                 f"the global batch is {', '.join(f'{v} by {k}' for k, v in known.items())}: make them equal"
             )
         return next(iter(known.values()), None)
