@@ -98,6 +98,8 @@ def commit_fault(kind: str, step: int) -> None:
         os.kill(os.getpid(), signal.SIGBUS)
 
 
+if shim.global_step == 0:
+    faults(0)
 while shim.global_step < args.steps and not shim.stopping:
     for inputs, targets in loader:
         k = shim.accumulation_steps

@@ -23,8 +23,9 @@ QUARANTINE_S: Final = 3600.0
 MAX_QUARANTINE_S: Final = 7 * 86_400.0
 FOREVER_S: Final = 1e12
 
-STRIKING: Final = frozenset({"signal", "exit_status", "device_error", "cuda_oom", "hang", "early_exit", "unknown"})
-"""Causes that may be a device's doing. An exception of the script's own is not."""
+STRIKING: Final = frozenset({"signal", "device_error", "cuda_oom", "hang", "unknown"})
+"""Causes that may be a device's doing. An exception of the script's own is not, and neither is its exit: no device makes
+a script end with a status of its choice, and a world without that rank would hide the fault, or end training early."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
