@@ -35,7 +35,7 @@ def test_a_job_whose_worker_is_killed_resumes_bit_for_bit(make_job, tmp_path):
     assert (
         json.loads((kept / "resumed" / "run" / "attempts" / "0002" / "launch.json").read_text())["resume"]["step"] == 6
     )
-    assert len(ET.parse(curve).findall(".//{http://www.w3.org/2000/svg}polyline")) == 2  # noqa: S314  our own file
+    assert len(ET.parse(curve).findall(".//{http://www.w3.org/2000/svg}polyline")) == 2
     assert not job.run_dir.exists()  # the job's own directories are left alone
     assert not job.tier.exists()
 
