@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptd import link
@@ -36,6 +36,8 @@ class Session:
     node: str
     agent_id: str
     channel: Channel
+    said: set[tuple[Any, ...]] = field(default_factory=set)
+    """What was sent over it: nothing is said twice in a connection, and all of it again in the next."""
     silent_s: float = 0.0
 
 
@@ -50,7 +52,6 @@ class Agents:
         self._happened = happened
         self._now = now
         self._sessions: dict[str, Session] = {}
-        self._said: set[tuple[Any, ...]] = set()
         self._lost_contact: dict[str, float] = {}
         self._starts: dict[str, int] = {}
         self._turned = time.monotonic()
@@ -102,14 +103,14 @@ class Agents:
     def say(self, node: str, key: tuple[Any, ...], message: Message) -> None:
         """Send a message once in a connection."""
         session = self._sessions.get(node)
-        if session is None or (session.agent_id, id(session), *key) in self._said:
+        if session is None or key in session.said:
             return
-        self._said.add((session.agent_id, id(session), *key))
+        session.said.add(key)
         session.channel.send(message)
 
     def forget_said(self, session: Session, key: tuple[Any, ...]) -> None:
         """Let a message be said again."""
-        self._said.discard((session.agent_id, id(session), *key))
+        session.said.discard(key)
 
     # --- lives ---
 

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+
+from ckptd.node import tiers
+from ckptd.node.tiers import Tier
+from ckptd_shim import contract
+from ckptd_shim.contract import COMMITTED, FileDigest, Marker
+from ckptd_shim.digest import crc32c_bytes, crc32c_file
+
+
+@pytest.fixture
+def tier(tmp_path):
+    (tmp_path / "job").mkdir()
+    return Tier(name="disk", directory=str(tmp_path / "job"), keep_last=2)
+
+
+def commit(tier, step, sequence, *, attempt=1, run_id="r", name=None):
+    """A small committed checkpoint; returns its directory."""
+    path = os.path.join(tier.directory, name or contract.checkpoint_dirname(step, attempt))
+    os.mkdir(path)
+    with open(os.path.join(path, "__0_0.distcp"), "wb") as file:
+        file.write(f"weights at {step}".encode() * 50)
+    size, crc = crc32c_file(os.path.join(path, "__0_0.distcp"))
+    marker = Marker(
+        format=contract.FORMAT, run_id=run_id, sequence=sequence, step=step, samples_seen=12 * step, epoch=0,
+        attempt=attempt, world_size=2, global_batch=12, loss=None, created=float(sequence), comparable=True,
+        files=[FileDigest(name="__0_0.distcp", size=size, crc32c=crc)],
+    )  # fmt: skip
+    marker.write(os.path.join(path, COMMITTED))
+    return path
+
+
+def known(*paths):
+    """What the ledger knows of these commits."""
+    found = {}
+    for path in paths:
+        with open(os.path.join(path, COMMITTED), "rb") as file:
+            found[tiers.marker_key("disk", path)] = crc32c_bytes(file.read())
+    return found
+
+
+def test_the_newest_is_the_one_committed_last_whatever_its_name_or_step(tier):
+    """Steps 900 and 1000 in names of other widths, a later attempt at a lower step, and a commit sequence that decides."""
+    commit(tier, 1000, 2, name="step_1000.a0001")
+    commit(tier, 900, 1, name="step_000000900.a0001")
+    commit(tier, 950, 3, attempt=2, name="step_0000950.a2")
+    answer = tiers.inventory([tier], "r")
+    assert (answer["chosen"]["step"], answer["chosen"]["sequence"], answer["commits"]) == (950, 3, 3)
+    assert answer["newest_sequence"] == 3
+
+
+def test_a_directory_without_a_marker_is_neither_chosen_nor_a_commit(tier):
+    os.mkdir(os.path.join(tier.directory, contract.checkpoint_dirname(99, 1)))
+    assert tiers.inventory([tier], "r") | {"seconds": 0} == {
+        "chosen": None, "rejected": [], "commits": 0, "newest_sequence": 0, "seconds": 0}  # fmt: skip
+
+
+def test_a_damaged_file_sends_it_to_the_one_before(tier):
+    commit(tier, 10, 1)
+    path = commit(tier, 20, 2)
+    with open(os.path.join(path, "__0_0.distcp"), "r+b") as file:
+        file.write(b"X")
+    answer = tiers.inventory([tier], "r")
+    assert answer["chosen"]["step"] == 10
+    assert [r["path"] for r in answer["rejected"]] == [path]
+    assert "CRC-32C" in answer["rejected"][0]["problem"]
+    assert (answer["commits"], answer["newest_sequence"]) == (2, 2)
+
+
+def test_a_marker_that_was_changed_is_believed_only_where_the_ledger_knows_no_better(tier):
+    commit(tier, 10, 1)
+    path = commit(tier, 20, 2)
+    before = known(path)
+    changed = dataclasses.replace(Marker.read(os.path.join(path, COMMITTED)), samples_seen=241)
+    changed.write(os.path.join(path, COMMITTED))
+    assert tiers.inventory([tier], "r")["chosen"]["samples_seen"] == 241
+    answer = tiers.inventory([tier], "r", before)
+    assert answer["chosen"]["step"] == 10
+    assert "its marker has CRC-32C" in answer["rejected"][0]["problem"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [({"step": 21}, "its marker is of step 21"), ({"attempt": 9}, "attempt 9"), ({"format": 99}, "its format is 99")],
+)
+def test_a_marker_of_something_else_is_rejected(tier, changed, why):
+    path = commit(tier, 20, 2)
+    name = os.path.join(path, COMMITTED)
+    dataclasses.replace(Marker.read(name), **changed).write(name)
+    answer = tiers.inventory([tier], "r")
+    assert answer["chosen"] is None
+    assert why in answer["rejected"][0]["problem"]
+    assert answer["commits"] == 1, "it counts as a commit: no cold start"
+
+
+def test_pruning_keeps_the_newest_and_what_cannot_be_read(tier):
+    kept = [commit(tier, step, step // 10) for step in (10, 20, 30, 40)]
+    with open(os.path.join(kept[0], COMMITTED), "w") as file:
+        file.write("{")
+    gone = tiers.prune(tier, live_attempt=None, protected=set())
+    assert [item.path for item in gone] == [kept[1]]
+    assert sorted(os.listdir(tier.directory)) == sorted(map(os.path.basename, (kept[0], *kept[2:])))
+
+
+def test_a_tier_that_cannot_be_read_is_a_problem_and_not_an_empty_one(tier, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    broken = dataclasses.replace(tier, directory=str(file))
+    assert "cannot be read" in tiers.inventory([broken], "r")["problem"]
