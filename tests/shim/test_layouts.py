@@ -108,7 +108,11 @@ def accumulate(rank, world, micro):
     job.shim.resume()
     job.train(6)
     weights = [p.detach().flatten().tolist() for p in job.model.parameters()]
-    return {"k": job.shim.accumulation_steps, "losses": job.losses, "weights": [value for part in weights for value in part]}
+    return {
+        "k": job.shim.accumulation_steps,
+        "losses": job.losses,
+        "weights": [value for part in weights for value in part],
+    }
 
 
 def test_the_update_is_the_same_on_one_to_four_workers(tmp_path):

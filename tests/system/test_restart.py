@@ -15,6 +15,33 @@ from system.harness import reference_losses
 HASTY = {"floor": "2s", "factor": 10, "startup": "60s"}
 
 
+def test_a_read_that_never_returns_is_told_from_the_ranks_that_wait_for_it(make_job):
+    # Both ranks sleep at the same step; only their stacks tell which one is not in a collective.
+    job = make_job("--steps", "40", "--fault", "fifo:25:0:1", hang=HASTY)
+    assert job.run() == 0, job.output()
+    (interrupted,) = job.of(ev.Interrupted)
+    assert (interrupted.cause, interrupted.rank) == ("hang", 0), interrupted
+    assert "commit_fault" in interrupted.message
+
+
+def test_collectives_out_of_step_are_a_hang_long_before_the_library_gives_up(make_job):
+    job = make_job("--steps", "40", "--fault", "mismatch:25:1:1", hang=HASTY)
+    job.start()
+    interrupted = job.wait_for(ev.Interrupted)
+    # gloo may refuse such a pair of collectives at once: then it is an exception, and as well.
+    assert interrupted.cause in ("hang", "exception", "connection_lost"), interrupted
+    assert job.wait() == 0, job.output()
+
+
+def test_what_a_worker_leaves_behind_is_ended_and_told(make_job):
+    job = make_job("--steps", "40", "--fault", "daemon:15:1:1", "--fault", "kill:25:1:1")
+    assert job.run() == 0, job.output()
+    ended = job.of(ev.AttemptEnded)[0]
+    assert len(ended.leftovers) == 1, ended
+    assert not os.path.exists(f"/proc/{ended.leftovers[0]['pid']}")
+    assert "left-over" in job.output()
+
+
 @pytest.mark.parametrize("kind", ["hang", "freeze"])
 def test_a_rank_that_stands_is_seen_named_and_replaced(kind, make_job, tmp_path):
     job = make_job("--steps", "50", "--fault", f"{kind}:25:1:1", hang=HASTY)

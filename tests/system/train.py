@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -92,6 +93,21 @@ def commit_fault(kind: str, step: int) -> None:
         time.sleep(1e6)
     if kind == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "fifo":
+        path = f"{os.environ.get('TMPDIR', '/tmp')}/ckptd-test-fifo-{os.getpid()}"
+        os.mkfifo(path)
+        try:
+            open(path, "rb").read()  # nobody writes
+        finally:
+            os.unlink(path)
+    if kind == "mismatch":
+        dist.broadcast(torch.zeros(1), src=1)
+    if kind == "daemon":
+        # A process of its own session, without a parent and without any mark of ours, that holds a port.
+        subprocess.run(
+            ["setsid", "--fork", sys.executable, "-c", "import socket, time; s = socket.create_server(('127.0.0.1', 0)); time.sleep(1e6)"],
+            env={"PATH": os.environ["PATH"]}, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
     if kind == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if kind == "bus":
