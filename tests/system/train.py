@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -94,12 +95,9 @@ def commit_fault(kind: str, step: int) -> None:
     if kind == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "fifo":
-        path = f"{os.environ.get('TMPDIR', '/tmp')}/ckptd-test-fifo-{os.getpid()}"
+        path = Path(f"{args.losses}.fifo")
         os.mkfifo(path)
-        try:
-            open(path, "rb").read()  # nobody writes
-        finally:
-            os.unlink(path)
+        path.read_bytes()  # nobody writes
     if kind == "mismatch":
         dist.broadcast(torch.zeros(1), src=1)
     if kind == "daemon":
