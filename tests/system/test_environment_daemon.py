@@ -63,9 +63,8 @@ def test_a_taken_port_is_said_before_anything_starts(make_job):
     assert "was never started" in done.stderr
 
 
-@pytest.mark.parametrize("depth", [0, 120])
-def test_names_with_spaces_and_any_letters_and_a_path_longer_than_a_socket_may_have(make_job, tmp_path, depth):
-    directory = tmp_path / "ein Verzeichnis, größer ☃" / ("d" * depth)
+def test_names_with_spaces_and_any_letters_and_a_path_longer_than_a_socket_may_have(make_job, tmp_path):
+    directory = tmp_path / "ein Verzeichnis, größer ☃" / ("d" * 120)
     directory.mkdir(parents=True)
     script = directory / "mein skript.py"
     script.write_text(TRAIN.read_text())
