@@ -22,8 +22,7 @@ from ckptd.agents import Agents, Session
 from ckptd.clock import RunClock
 from ckptd.core import events, picture
 from ckptd.core.decisions import Ask, Command, Launch, Record, Steer, Stop, next_deadline
-from ckptd.core.devices import device_of_rank
-from ckptd.core.hang import Beat, Detector, Limits
+from ckptd.core.hang import Limits
 from ckptd.core.run import LIVE, Status
 from ckptd.errors import ExitStatus
 from ckptd.jobspec import JobSpec
@@ -33,13 +32,12 @@ from ckptd.ledger import Ledger
 from ckptd.link import Channel, Message
 from ckptd.node.tiers import marker_key
 from ckptd.rundir import RunDir, boot_id
+from ckptd.watch import Watch
 from ckptd_shim import contract
 
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
-PROGRESS_INTERVAL_S = 60.0
-FIRST_PROGRESS_S = 3.0
 ASK_AGAIN_S = 2.0
 MAX_MARKERS = 1000
 """Commits whose marker is known by its digest: far more than are kept, and what fits into one message."""
@@ -62,7 +60,6 @@ class Daemon:
         self.run_dir = run_dir
         self.run_id = run_id
         self.picture = picture.Picture()
-        self.live: status.Live = {}
         self.observers: list[Observer] = []
         self._ledger = ledger
         self._journal = Journal(ledger, acknowledge=self._acknowledge, tell=self._note)
@@ -73,13 +70,10 @@ class Daemon:
         self._control: contract.Control | None = None
         self._steer: Steer | None = None
         self._wake = asyncio.Event()
-        self._live_mono = 0.0
-        self._progress_due = 0.0
         self._acting = False
-        self._detector = Detector(
-            limits=Limits(
-                enabled=spec.hang.enabled, factor=spec.hang.factor, floor_s=spec.hang.floor, startup_s=spec.hang.startup
-            )
+        hang = spec.hang
+        self._watch = Watch(
+            Limits(enabled=hang.enabled, factor=hang.factor, floor_s=hang.floor, startup_s=hang.startup)
         )
         self._turned = time.monotonic()
         self.web_address: str | None = None
@@ -94,7 +88,7 @@ class Daemon:
         for _, event in self._ledger.events():
             self.picture = picture.apply(self.picture, event)
             last = event
-            self._learn(event)
+            self._watch.saw(event)
             if isinstance(event, events.DaemonStarted):
                 anchor = event
             elif isinstance(event, events.SaveCommitted):
@@ -122,10 +116,8 @@ class Daemon:
 
     def _fold(self, event: events.Event) -> None:
         self.picture = picture.apply(self.picture, event)
-        self._learn(event)
+        self._watch.saw(event)
         if isinstance(event, events.AttemptLaunched):
-            self._detector.begin()
-            self.live = {}
             self._control = None
             self._steer = None
         for observer in self.observers:
@@ -133,13 +125,6 @@ class Daemon:
         if isinstance(event, events.SaveCommitted):
             self._remember(event)
             self._prune()
-        if isinstance(event, events.FirstStep):
-            self._progress_due = time.monotonic() + FIRST_PROGRESS_S
-
-    def _learn(self, event: events.Event) -> None:
-        """What was normal before this daemon began counts too."""
-        if isinstance(event, events.Progress) and event.step_s is not None:
-            self._detector.learn("step", event.step_s)
 
     # --- the loop ---
 
@@ -178,8 +163,7 @@ class Daemon:
     def _tick(self) -> None:
         self._turned = time.monotonic()
         self.agents.mind(self.picture.run)
-        self._note_progress()
-        self._watch_for_hangs()
+        self._look_at_ranks()
         self._journal.retry()
         self._act()
 
@@ -223,22 +207,12 @@ class Daemon:
             case _:
                 pass
 
-    def _watch_for_hangs(self) -> None:
-        state = self.picture.run
-        if state.status not in LIVE:
-            return
-        now = time.monotonic()
-        hang = self._detector.hung(now, expected=state.world_size)
-        if hang is None:
-            return
-        t = self.clock.now()
-        where = device_of_rank(state.placement, hang.rank)
-        self.happened(
-            events.FailureDetected(
-                t=max(0.0, t - hang.silent_s), detected_t=t, attempt=state.attempt, node=where and where[0], rank=hang.rank,
-                step=max(state.step, hang.step), hang=True, detail=hang.detail,
-            )
-        )  # fmt: skip
+    def _look_at_ranks(self) -> None:
+        """Whether they still move, and, now and then, where they are."""
+        for event in (self._watch.progress, self._watch.hang):
+            found = event(self.picture.run, self.clock.now())
+            if found is not None:
+                self.happened(found)
 
     # --- the control file ---
 
@@ -379,11 +353,8 @@ class Daemon:
         session.silent_s = 0.0
         if message["type"] == "live":
             if message.get("attempt") == self.picture.run.attempt:
-                self.live.update(message["ranks"])
-                beats = {int(r): Beat(step=b["step"], phase=b["phase"]) for r, b in message["ranks"].items()}
-                self._detector.feed(beats, time.monotonic())
-                self._watch_for_hangs()
-                self._live_mono = time.monotonic()
+                self._watch.hear(message)
+                self._look_at_ranks()
         elif message["type"] == "event":
             self._event_from_agent(session, message)
         else:
@@ -447,21 +418,6 @@ class Daemon:
 
     # --- what the daemon does by itself ---
 
-    def _note_progress(self) -> None:
-        state = self.picture.run
-        now = time.monotonic()
-        if state.status not in (Status.TRAINING, Status.DRAINING) or now < self._progress_due:
-            return
-        self._progress_due = now + PROGRESS_INTERVAL_S
-        front = status.front_rank(self.live)
-        if front is not None and now - self._live_mono < 5.0:
-            self.happened(
-                events.Progress(
-                    t=self.clock.now(), attempt=state.attempt, step=int(front["step"]), samples=int(front["samples"]),
-                    loss=front["loss"], step_s=front["step_s"],
-                )
-            )  # fmt: skip
-
     def _prune(self) -> None:
         state = self.picture.run
         protected = [p for p in ((state.resume or {}).get("path"), state.committed and state.committed.path) if p]
@@ -472,9 +428,11 @@ class Daemon:
 
     def status(self) -> dict[str, Any]:
         """The status document. May be called from another thread: pictures are never changed in place."""
-        beat = time.time() - (time.monotonic() - self._live_mono) if self._live_mono else None
         daemon = {"pid": os.getpid(), "version": __version__, "web": self.web_address}
-        return status.document(self.picture, t=self.clock.now(), live=dict(self.live), daemon=daemon, heartbeat_at=beat)
+        watch = self._watch
+        return status.document(
+            self.picture, t=self.clock.now(), live=watch.live, daemon=daemon, heartbeat_at=watch.heartbeat_at
+        )
 
     def alive(self) -> bool:
         """Whether the main loop has turned of late. May be called from another thread."""

@@ -1,0 +1,80 @@
+"""Where are the ranks, and do they move? What their heartbeats say, between one message of the agents and the next."""
+
+from __future__ import annotations
+
+import time
+
+from ckptd import status
+from ckptd.core import events
+from ckptd.core.devices import device_of_rank
+from ckptd.core.hang import Beat, Detector, Limits
+from ckptd.core.run import LIVE, RunState, Status
+from ckptd.link import Message
+
+PROGRESS_INTERVAL_S = 60.0
+FIRST_PROGRESS_S = 3.0
+FRESH_S = 5.0
+"""An older heartbeat is no news of where training is."""
+
+
+class Watch:
+    """Heartbeats of the live attempt. Nothing of it is kept over a restart of the daemon but what the ledger teaches."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.live: status.Live = {}
+        self._detector = Detector(limits=limits)
+        self._heard = 0.0
+        self._progress_due = 0.0
+
+    def saw(self, event: events.Event) -> None:
+        """Follow the run: what is normal is learned, and who was silent is forgotten with each attempt."""
+        match event:
+            case events.AttemptLaunched():
+                self._detector.begin()
+                self.live = {}
+            case events.FirstStep():
+                self._progress_due = time.monotonic() + FIRST_PROGRESS_S
+            case events.Progress() if event.step_s is not None:
+                self._detector.learn("step", event.step_s)
+            case _:
+                pass
+
+    def hear(self, message: Message) -> None:
+        """An agent's `live` message of the live attempt."""
+        self._heard = time.monotonic()
+        # A new table: another thread may be reading the old one.
+        self.live = {**self.live, **message["ranks"]}
+        beats = {int(rank): Beat(step=b["step"], phase=b["phase"]) for rank, b in message["ranks"].items()}
+        self._detector.feed(beats, self._heard)
+
+    @property
+    def heartbeat_at(self) -> float | None:
+        """Wall clock of the last word from a rank."""
+        return time.time() - (time.monotonic() - self._heard) if self._heard else None
+
+    def hang(self, state: RunState, t: float) -> events.FailureDetected | None:
+        """The hang that there is now, if there is one."""
+        if state.status not in LIVE:
+            return None
+        hang = self._detector.hung(time.monotonic(), expected=state.world_size)
+        if hang is None:
+            return None
+        where = device_of_rank(state.placement, hang.rank)
+        return events.FailureDetected(
+            t=max(0.0, t - hang.silent_s), detected_t=t, attempt=state.attempt, node=where and where[0], rank=hang.rank,
+            step=max(state.step, hang.step), hang=True, detail=hang.detail,
+        )  # fmt: skip
+
+    def progress(self, state: RunState, t: float) -> events.Progress | None:
+        """Where training is, when that is worth a line in the ledger."""
+        now = time.monotonic()
+        if state.status not in (Status.TRAINING, Status.DRAINING) or now < self._progress_due:
+            return None
+        self._progress_due = now + PROGRESS_INTERVAL_S
+        front = status.front_rank(self.live)
+        if front is None or now - self._heard > FRESH_S:
+            return None
+        return events.Progress(
+            t=t, attempt=state.attempt, step=int(front["step"]), samples=int(front["samples"]), loss=front["loss"],
+            step_s=front["step_s"],
+        )  # fmt: skip
