@@ -57,7 +57,12 @@ class Job:
         data = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
         dataset = TensorDataset(torch.arange(60), data, data.sum(1, keepdim=True))
         self.sampler = GlobalSampler(60, GLOBAL_BATCH, 5, rank=data_rank, world_size=data_world, micro_batch=micro)
-        self.loader = DataLoader(dataset, batch_sampler=self.sampler, num_workers=workers)
+        self.loader = DataLoader(
+            dataset,
+            batch_sampler=self.sampler,
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+        )
         self.data_world = data_world
         torch.manual_seed(100 + data_rank)
         self.shim = TrainerShim(

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
@@ -38,10 +39,15 @@ class Stream(IterableDataset):
                 yield from range(batch * BATCH, (batch + 1) * BATCH)
 
 
+def forking(workers):
+    """In a process of `run_ranks` the default would be another forkserver, which takes seconds to import torch."""
+    return {"multiprocessing_context": "fork"} if workers else {}
+
+
 def stateful_loader(workers, *, sampler=None, persistent=False):
     return stateful.StatefulDataLoader(
         list(range(SAMPLES)), batch_size=BATCH, shuffle=sampler is None, sampler=sampler, num_workers=workers,
-        persistent_workers=persistent,
+        persistent_workers=persistent, **forking(workers),
     )  # fmt: skip
 
 
@@ -50,8 +56,8 @@ def distributed_sampler():
 
 
 LOADERS = {
-    "sampler": lambda workers: DataLoader(list(range(SAMPLES)), batch_sampler=GlobalSampler(SAMPLES, BATCH, 5), num_workers=workers),
-    "stream": lambda workers: DataLoader(Stream(), batch_size=BATCH, num_workers=workers),
+    "sampler": lambda workers: DataLoader(list(range(SAMPLES)), batch_sampler=GlobalSampler(SAMPLES, BATCH, 5), num_workers=workers, **forking(workers)),
+    "stream": lambda workers: DataLoader(Stream(), batch_size=BATCH, num_workers=workers, **forking(workers)),
     "stateful": stateful_loader,
     "persistent": lambda workers: stateful_loader(workers, persistent=workers > 0),
     "distributed": lambda workers: stateful_loader(workers, sampler=distributed_sampler()),
@@ -84,23 +90,35 @@ def make(kind, workers):
     return LOADERS[kind](workers)
 
 
+def run_once(rank, world, kind, workers, directory, until):
+    return run(make(kind, workers), directory, until)
+
+
+def run_in_a_process(kind, workers, directory, until):
+    """A loader that has workers gets a process of its own, as a resumed script does."""
+    if not workers:
+        return run(make(kind, workers), directory, until)
+    found = run_ranks(1, __file__, "run_once", kind=kind, workers=workers, directory=directory, until=until)[0]
+    return [tuple(each) for each in found]
+
+
 @pytest.mark.parametrize(
     "kind, workers",
     [("sampler", 0), ("sampler", 2), ("stream", 0), ("stream", 2), ("stateful", 0), ("stateful", 2), ("persistent", 2),
-     ("distributed", 0), ("distributed", 1)],
+     ("distributed", 0), ("distributed", 2)],
 )  # fmt: skip
 def test_interrupted_anywhere_it_gives_the_same_samples_and_random_numbers(tmp_path, kind, workers):
     total = 2 * PER_EPOCH + 2
-    whole = run(make(kind, workers), None, total)
+    whole = run_in_a_process(kind, workers, None, total)
     if kind in ("stateful", "sampler", "distributed"):
         assert [epoch for *_, epoch in whole][PER_EPOCH - 1 : PER_EPOCH + 1] == (
             [0, 0] if kind == "stateful" else [1, 1]
         )
         assert sorted(x for batch, *_ in whole[:PER_EPOCH] for x in batch) == list(range(SAMPLES))
-    # In the middle of an epoch, one before its end, at its end, and at the end of training: each a resume of a resume.
+    # In the middle of an epoch, at its end, one after that, and at the end of training: each a resume of a resume.
     pieces = []
-    for until in (2, PER_EPOCH - 1, PER_EPOCH, PER_EPOCH + 1, total, total):
-        pieces += run(make(kind, workers), tmp_path, until)
+    for until in (3, PER_EPOCH, PER_EPOCH + 1, total, total):
+        pieces += run_in_a_process(kind, workers, str(tmp_path), until)
     assert pieces == whole
 
 
