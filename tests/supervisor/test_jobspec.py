@@ -6,6 +6,7 @@ import re
 import string
 import sys
 import textwrap
+import venv
 
 import pytest
 import yaml
@@ -314,7 +315,7 @@ class TestWrong:
                 "cluster.devices_per_node: 2 on one node is less than the 4",
             ),
             ("cluster: {devices_per_node: 0}", "cluster.devices_per_node: must be at least 1, or auto"),
-            ("guard: {on_reject: stop}", "guard.on_reject: 'stop' is not skip"),
+            ("guard: {on_reject: stopp}", "guard.on_reject: 'stopp' is not one of skip, rollback, stop; did you mean 'stop'?"),
             ("web: {listen: 9775}", "web.listen: '9775' is not an address"),
             ("web: {listen: 'localhost:99999'}", "web.listen: 'localhost:99999' is not an address"),
             ("run_dir: ${HOME}/runs", "run_dir: '${HOME}/runs': variables are not expanded"),
@@ -330,6 +331,29 @@ class TestWrong:
     )
     def test_one_key(self, job, extra, expected):
         assert problem(job, extra + "\n").startswith(expected)
+
+    def test_an_interpreter_must_have_what_workers_import(self, job, tmp_path):
+        venv.create(tmp_path / "bare", symlinks=True)
+        found = problem(job, f"python: {tmp_path}/bare/bin/python\n")
+        assert found.endswith("/bare/bin/python cannot import torch or ckptd, which the workers need; install it there")
+        modules = tmp_path / "modules"
+        for name in ("torch", "ckptd_shim"):
+            (modules / name).mkdir(parents=True)
+            (modules / name / "__init__.py").write_text("raise SystemExit('looked for, not imported')\n")
+        job(MINIMAL + f"python: {tmp_path}/bare/bin/python\nenv: {{PYTHONPATH: {modules}}}\n")
+
+    @pytest.mark.parametrize(
+        ("program", "said"),
+        [("#!/bin/sh\nexit 0\n", "ended with status 0"), ("#!/bin/sh\necho no licence >&2; exit 3\n", "no licence"),
+         ("#!/nowhere/python\n", "cannot be started")],
+    )  # fmt: skip
+    def test_an_interpreter_must_be_one(self, job, tmp_path, program, said):
+        path = tmp_path / "python"
+        path.write_text(program)
+        path.chmod(0o755)
+        found = problem(job, f"python: {path}\n")
+        assert found.startswith(f"python: {path} ")
+        assert said in found
 
     @pytest.mark.parametrize(
         ("cluster", "batch", "fits"),
