@@ -93,14 +93,19 @@ def event_line(event: events.Event) -> str | None:
             return f"training again after {seconds(event.total_s)} ({parts})"
         case events.SaveFailed():
             return f"SAVE FAILED at step {event.step} on tier {event.tier}: {event.error}; training goes on, older commits are kept"
+        case events.SaveRejected():
+            whose = "" if event.rank is None else f" (rank {event.rank})"
+            return f"SAVE REJECTED at step {event.step}: {event.why}{whose}; the state is not committed, older commits are kept"
         case events.IntervalDecided():
             return (
                 f"interval: {seconds(event.interval_s)} - {event.reason}"
                 if event.interval_s
                 else f"interval: {event.reason}"
             )
-        case events.HealthReported() if event.unhealthy or event.detail:
+        case events.HealthReported() if event.unhealthy:
             return f"node {event.node}: unhealthy devices {event.unhealthy} {event.detail}".rstrip()
+        case events.HealthReported() if event.detail:
+            return f"node {event.node}: {event.detail}; all its devices are taken to be healthy"
         case events.AttemptEnded() if event.leftovers or event.unkillable:
             named = ", ".join(f"{p['name']} ({p['pid']})" for p in event.leftovers)
             stuck = ", ".join(f"{p['name']} ({p['pid']})" for p in event.unkillable)
@@ -137,5 +142,6 @@ def summary(status: dict[str, Any]) -> str:
     lines.append(
         f"  {status['failures']} failures, {status['restarts']} restarts, {status['saves']['committed']} checkpoints committed"
         + (f", {status['saves']['failed']} saves failed" if status["saves"]["failed"] else "")
+        + (f", {status['saves']['rejected']} rejected" if status["saves"]["rejected"] else "")
     )
     return "\n".join(lines)

@@ -16,6 +16,8 @@ from ckptd.node.processes import HELPER_MARK
 log = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 30.0
+OUTPUT_LIMIT = 65_536
+"""Bytes of a command's output that are looked at: one that never stops talking must not fill the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,25 +122,46 @@ async def _run_command(command: list[str], indices: list[int]) -> Health:
     except OSError as error:
         return Health(detail=f"health.command `{shown}` cannot be started: {error}")
     try:
-        out, err = await asyncio.wait_for(process.communicate(), COMMAND_TIMEOUT_S)
+        out, err = await asyncio.wait_for(_what_it_says(process), COMMAND_TIMEOUT_S)
     except TimeoutError:
         # The command may be a script that waits for others: its whole session goes.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), 1.0)
-        return Health(detail=f"health.command `{shown}` gave no answer within {COMMAND_TIMEOUT_S:.0f} s")
+        return Health(detail=f"health.command `{shown}` did not end within {COMMAND_TIMEOUT_S:.0f} s")
     if process.returncode != 0:
         said = err.decode(errors="replace").strip()[-500:]
-        return Health(detail=f"health.command `{shown}` ended with status {process.returncode}: {said}")
+        return Health(
+            detail=f"health.command `{shown}` ended with status {process.returncode}: {said or 'it said nothing'}"
+        )
     bad: set[int] = set()
     strange: list[str] = []
-    for line in out.decode(errors="replace").split():
-        if line.isdecimal() and int(line) in indices:
+    # Line by line: a number inside of a sentence says nothing of a device.
+    for line in filter(None, map(str.strip, out.decode(errors="replace").splitlines())):
+        if line.isdecimal() and len(line) < 10 and int(line) in indices:
             bad.add(int(line))
         else:
             strange.append(line)
     detail = (
-        f"health.command `{shown}` printed {', '.join(strange[:5])!r}: no index of a device here" if strange else ""
+        f"health.command `{shown}` printed {', '.join(strange[:5])[:200]!r}: no index of a device here"
+        if strange
+        else ""
     )
     return Health(unhealthy=frozenset(bad), detail=detail)
+
+
+async def _what_it_says(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
+    """Standard output and standard error, once it has ended: the beginning of each, however much more it prints."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    out, err = await asyncio.gather(_beginning(process.stdout), _beginning(process.stderr))
+    await process.wait()
+    return out, err
+
+
+async def _beginning(stream: asyncio.StreamReader) -> bytes:
+    kept = bytearray()
+    while chunk := await stream.read(OUTPUT_LIMIT):
+        kept += chunk[: OUTPUT_LIMIT - len(kept)]
+    return bytes(kept)

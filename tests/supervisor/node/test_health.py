@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 
 import pytest
 
@@ -27,7 +28,9 @@ def test_the_indices_that_it_prints_are_unhealthy():
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        (("printf", "7 x"), "no index of a device here"),
+        (("printf", "7\nx\n"), "printed '7, x': no index of a device here"),
+        (("printf", "1 of 4 is idle\n"), "printed '1 of 4 is idle': no index of a device here"),
+        (("false",), "ended with status 1: it said nothing"),
         (("sh", "-c", "echo broken >&2; exit 3"), "ended with status 3: broken"),
         (("/no/such/command",), "cannot be started"),
     ],
@@ -41,9 +44,23 @@ def test_what_it_cannot_say_is_not_held_against_a_device(command, why):
 def test_one_that_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
     monkeypatch.setattr(health, "COMMAND_TIMEOUT_S", 0.5)
     found = ask("sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid; wait")
-    assert "gave no answer within" in found.detail
+    assert "did not end within" in found.detail
     child = processes.identify(int((tmp_path / "pid").read_text()))
     assert child is None or processes.wait_gone([child], 10.0) == []
+
+
+def test_one_that_never_stops_talking_fills_no_memory(monkeypatch):
+    monkeypatch.setattr(health, "COMMAND_TIMEOUT_S", 2.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = ask("yes", "no")
+    assert "did not end within" in found.detail
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
+
+
+def test_much_talk_makes_no_long_message():
+    found = ask("sh", "-c", "echo 2; head -c 300000 /dev/zero | tr '\\0' x; exit 0")
+    assert found.unhealthy == frozenset({2})
+    assert len(found.detail) < 400
 
 
 def test_no_gpu_and_no_number():
