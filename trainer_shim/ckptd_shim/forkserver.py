@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -92,6 +93,11 @@ def _cuda_was_touched() -> str | None:
     torch = sys.modules["torch"]
     if torch.cuda.is_initialized():
         return "a preloaded module has initialised CUDA, which no fork keeps"
+    # Asking for the number of devices wakes the driver up already, of which torch.cuda.is_initialized knows nothing.
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if (path := os.readlink(f"/proc/self/fd/{fd}")).startswith("/dev/nvidia"):
+                return f"a preloaded module has opened {path}: it asked CUDA for something, which no fork keeps"
     return None
 
 
@@ -126,7 +132,8 @@ def _fork(order: Message, channel: socket.socket) -> None:
             os._exit(0)
         os.close(reader)
         os.close(writer)
-        channel.close()
+        # By number: the socket object stays open for as long as the file that was made of it.
+        os.close(channel.fileno())
         _become_worker(order)
     os.close(writer)
     os.waitpid(between, 0)  # now the worker belongs to the agent
@@ -135,10 +142,19 @@ def _fork(order: Message, channel: socket.socket) -> None:
     _say(channel, {"type": "forked", "pid": pid})
 
 
+def _default_signals() -> None:
+    """The dispositions that Python itself begins with: what the agent ignores is inherited all the way to here."""
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def _become_worker(order: Message) -> NoReturn:
     """In the child: what exec would have done, then the script."""
     try:
         os.setsid()
+        _default_signals()
         for number, path in ((1, order["stdout"]), (2, order["stderr"])):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(fd, number)

@@ -142,6 +142,37 @@ def test_each_worker_has_its_own_environment_session_and_randomness(server, tmp_
     assert len(set(found)) == 4, "two workers drew the same random numbers"
 
 
+def test_a_worker_inherits_no_descriptor_and_no_deaf_ear(subreaper, tmp_path):
+    # The agent ignores SIGINT and SIGHUP: what is ignored stays so over an exec, down to the forkserver.
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal\n"
+        "print([n for n in os.listdir('/proc/self/fd') if int(n) > 2 and os.path.exists(f'/proc/self/fd/{n}')])\n"
+        "print(os.readlink('/proc/self/fd/0'))\n"
+        "print([signal.getsignal(n) for n in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)])\n"
+        "print([line for line in open('/proc/self/status') if line.startswith(('SigBlk', 'SigIgn'))])\n"
+    )
+    kept = [(n, signal.signal(n, signal.SIG_IGN)) for n in (signal.SIGINT, signal.SIGHUP)]
+    server = ForkServer(recipe(tmp_path))
+    try:
+        server.start()
+        assert Warm(server, tmp_path, str(script)).wait() == cold_by_default(tmp_path, str(script))
+    finally:
+        for number, handler in kept:
+            signal.signal(number, handler)
+        server.close()
+
+
+def cold_by_default(directory, *argv):
+    """As `cold`, from a parent that ignores nothing."""
+    kept = [(n, signal.signal(n, signal.SIG_DFL)) for n in (signal.SIGINT, signal.SIGHUP)]
+    try:
+        return cold(directory, *argv)
+    finally:
+        for number, handler in kept:
+            signal.signal(number, handler)
+
+
 def test_a_killed_worker_is_ours_to_reap(server, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
@@ -163,6 +194,15 @@ def test_a_killed_worker_is_ours_to_reap(server, tmp_path):
         ),
         ("raise RuntimeError('no licence')\n", "no licence"),
         ("import torch\ntorch.cuda.is_initialized = lambda: True\n", "initialised CUDA"),
+        (
+            # What is left of a question such as torch.cuda.device_count(): torch does not call that initialised.
+            """
+import os
+real, kept = os.readlink, open("/dev/null")
+os.readlink = lambda path, **dir_fd: "/dev/nvidiactl" if path.endswith(f"/{kept.fileno()}") else real(path, **dir_fd)
+""",
+            "asked CUDA for something",
+        ),
     ],
 )
 def test_a_module_that_spoils_the_fork_is_refused_with_the_reason(subreaper, text, why, tmp_path):
