@@ -18,9 +18,10 @@ from saving import begin_save, digest, load, make_saver, save
 from torch import nn
 
 from ckptd_shim import loading
-from ckptd_shim.contract import COMMITTED, Marker
+from ckptd_shim.contract import COMMITTED, Marker, checkpoint_dirname
 from ckptd_shim.digest import crc32c_bytes, crc32c_file, verify_checkpoint
 from ckptd_shim.errors import CheckpointError
+from ckptd_shim.pulse import ReportWriter
 from ckptd_shim.ranks import Ranks
 from ckptd_shim.state import TrainState
 
@@ -398,6 +399,33 @@ def test_the_failure_of_one_rank_is_everybody_s_and_the_next_save_works(tmp_path
         assert error.startswith("rank 1: ")
         assert after
     assert os.listdir(tmp_path) == ["step_000000002.a0001"]
+
+
+def last_word_is_lost(rank, world, where, report):
+    model, optimizer = make()
+    ranks = Ranks(dist.new_group(backend="gloo"))
+    saver = make_saver(where, ranks, ReportWriter(report if rank == 0 else None), sequence=4)
+    if rank == 1:
+        # This rank dies when it has said what it wrote and waits for the verdict: rank 0 is about to commit.
+        exchange = ranks.exchange
+
+        def until_the_last(mine):
+            if list(mine) == ["problem"]:
+                os._exit(0)
+            return exchange(mine)
+
+        ranks.exchange = until_the_last
+    begin_save(saver, TrainState(model=model, optimizer=optimizer, rank=rank), 7, ranks)
+    saver.wait()
+    os._exit(0 if saver.outcome.committed and (saver.sequence, saver.committed_step) == (5, 7) else 3)
+
+
+def test_a_commit_stays_one_when_a_rank_dies_before_it_hears_of_it(tmp_path):
+    report = tmp_path / "report.jsonl"
+    with pytest.raises(FileNotFoundError):  # ranks that end by themselves, well, return nothing
+        on_ranks(2, "last_word_is_lost", where=str(tmp_path / "ckpt"), report=str(report))
+    assert [line["kind"] for line in reports(report)] == ["save_staged", "save_committed"]
+    verify_checkpoint(str(tmp_path / "ckpt" / checkpoint_dirname(7, 1)))
 
 
 def unalike(rank, world, where):

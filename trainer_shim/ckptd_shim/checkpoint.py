@@ -180,6 +180,8 @@ class Saver:
         try:
             self._finish(job, *self._attempt(job))
         except Exception as error:
+            if self.outcome is not None and self.outcome.committed and self.outcome.path == job.path:
+                return  # all was written and told: a rank died before it could hear of it
             # The exchange with the other ranks failed. They may be writing still, so nothing is removed.
             self._fail(
                 job, {"error": f"the ranks lost each other: {error}", "errno": None}, stall_s=job.stall_s, left=True
@@ -243,12 +245,19 @@ class Saver:
                     facts = self._commit(job, told, metadata)
                 except Exception as error:
                     problem = problem_of(error)
+                else:
+                    # It is a fact now, whatever becomes of the ranks that are about to be told.
+                    self._committed(job, stall_s=stall_s, facts=facts)
             if problem is not None:
                 left = not remove_partial(job.path)
         verdict = self._ranks.exchange({"problem": problem})[0]["problem"]
         if verdict is not None:
             self._fail(job, verdict, stall_s=stall_s, left=left)
             return
+        if self._ranks.rank != 0:
+            self._committed(job, stall_s=stall_s, facts=facts)
+
+    def _committed(self, job: _Job, *, stall_s: float, facts: dict[str, Any]) -> None:
         self.sequence += 1
         self.committed_step = job.position.step
         self.outcome = Outcome(step=job.position.step, path=job.path, committed=True)
