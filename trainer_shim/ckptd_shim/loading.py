@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from ckptd_shim import contract, extras
 from ckptd_shim.digest import check_sizes, committed_paths, crc32c_bytes, read_marker, verify_checkpoint
 from ckptd_shim.errors import CheckpointError, CheckpointMismatch
 from ckptd_shim.extras import dtype_name
+from ckptd_shim.reading import Reader
 from ckptd_shim.state import Position
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def load(  # noqa: D417
         if tensors:
             load_tensors(
                 tensors,
-                storage_reader=_Reader(path, metadata),
+                storage_reader=Reader(path, metadata),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
@@ -243,20 +243,6 @@ def read_metadata(path: str, marker: Marker) -> Metadata:
         if place.relative_path not in listed:
             raise CheckpointError(f"{name} points to {place.relative_path!r}, which was not committed")
     return metadata
-
-
-class _Reader(FileSystemReader):
-    """Reads with the metadata that was checked, and no other pickle: tensors are read by torch with weights_only."""
-
-    def __init__(self, path: str, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._metadata = metadata
-
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        if self._metadata.storage_meta is None:
-            self._metadata.storage_meta = StorageMeta()
-        self._metadata.storage_meta.load_id = self.load_id
-        return self._metadata
 
 
 def agree_on(ranks: Ranks, directory: str) -> tuple[str, str, Mapping[str, Any]] | None:
