@@ -21,7 +21,6 @@ from ckptd_shim import loading
 from ckptd_shim.contract import COMMITTED, Marker, checkpoint_dirname
 from ckptd_shim.digest import crc32c_bytes, crc32c_file, verify_checkpoint
 from ckptd_shim.errors import CheckpointError
-from ckptd_shim.pulse import ReportWriter
 from ckptd_shim.ranks import Ranks
 from ckptd_shim.state import TrainState
 
@@ -404,7 +403,7 @@ def test_the_failure_of_one_rank_is_everybody_s_and_the_next_save_works(tmp_path
 def last_word_is_lost(rank, world, where, report):
     model, optimizer = make()
     ranks = Ranks(dist.new_group(backend="gloo"))
-    saver = make_saver(where, ranks, ReportWriter(report if rank == 0 else None), sequence=4)
+    saver = make_saver(where, ranks, report if rank == 0 else None, sequence=4)
     if rank == 1:
         # This rank dies when it has said what it wrote and waits for the verdict: rank 0 is about to commit.
         exchange = ranks.exchange
