@@ -132,8 +132,9 @@ def _fork(order: Message, channel: socket.socket) -> None:
             os._exit(0)
         os.close(reader)
         os.close(writer)
-        # By number: the socket object stays open for as long as the file that was made of it.
-        os.close(channel.fileno())
+        # Detached: `close` would leave it open for as long as the file that was made of it, and a descriptor closed by
+        # number alone would be closed once more at the end, when the number is one of the script's.
+        os.close(channel.detach())
         _become_worker(order)
     os.close(writer)
     os.waitpid(between, 0)  # now the worker belongs to the agent

@@ -163,6 +163,17 @@ def test_a_worker_inherits_no_descriptor_and_no_deaf_ear(subreaper, tmp_path):
         server.close()
 
 
+def test_what_a_worker_opens_stays_open_to_its_very_end(server, tmp_path):
+    # Its first descriptor has the number of what the forkserver had: gloo's epoll, closed by a stranger, aborts.
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, os\n"
+        "opened = [os.open('/dev/null', os.O_RDONLY) for _ in range(16)]\n"
+        "atexit.register(lambda: print([os.fstat(fd).st_rdev for fd in opened]))\n"
+    )
+    assert Warm(server, tmp_path, str(script)).wait() == cold(tmp_path, str(script))
+
+
 def cold_by_default(directory, *argv):
     """As `cold`, from a parent that ignores nothing."""
     kept = [(n, signal.signal(n, signal.SIG_DFL)) for n in (signal.SIGINT, signal.SIGHUP)]
