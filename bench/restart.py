@@ -162,6 +162,17 @@ class Ckptd(Runner):
         path.write_text(yaml.safe_dump(spec))
         return [sys.executable, "-m", "ckptd", "run", str(path)]
 
+    def stop(self) -> None:
+        # Killing the daemon would leave the job alone, as it is meant to: ask it, and it leaves nothing.
+        assert self.process is not None
+        subprocess.run(
+            [sys.executable, "-m", "ckptd", "stop", "--now", str(self.directory / "run")],
+            check=False,
+            capture_output=True,
+        )
+        self.process.wait(timeout=60)
+        super().stop()
+
 
 class ColdCkptd(Ckptd):
     name = "ckptd, cold"
