@@ -16,7 +16,7 @@ from ckptd.core.run import LIVE, RunState, Status
 
 MAX_LAUNCH_FAILURES = 5
 """Launches in a row that may fail before a worker of ours exists: they are no crash of the job, but they end too."""
-INCURABLE = frozenset({"setup_error", "script_not_found"})
+INCURABLE = frozenset({"setup_error", "script_differs", "script_not_found"})
 """Causes that every further attempt would meet again."""
 
 # --- commands -------------------------------------------------------------------------------------------------------

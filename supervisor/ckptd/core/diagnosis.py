@@ -58,8 +58,8 @@ class Diagnosis:
     """Why an attempt ended."""
 
     cause: str
-    """`exception`, `cuda_oom`, `device_error`, `resume_error`, `setup_error`, `script_not_found`, `launch`, `signal`,
-    `exit_status`, `early_exit`, `connection_lost`, `collective_timeout`, `agent_lost`, `requested_stop` or `unknown`."""
+    """`exception`, `cuda_oom`, `device_error`, `resume_error`, `setup_error`, `script_differs`, `script_not_found`,
+    `launch`, `signal`, `exit_status`, `early_exit`, `connection_lost`, `collective_timeout`, `agent_lost`, `requested_stop` or `unknown`."""
     severity: Severity
     confidence: Confidence
     rank: int | None = None
@@ -296,6 +296,9 @@ class _Suspect:
             return self._found("cuda_oom", "process", "high", detail)
         if _DEVICE.search(words):
             return self._found("device_error", "device", "high", detail)
+        if "CheckpointMismatch" in error.bases:
+            lines = [line.strip() for line in error.message.splitlines() if line.strip()]
+            return self._found("script_differs", "code", "high", " ".join([detail, *lines[1:2]]))
         if error.bases & _RESUME_ERRORS:
             return self._found("resume_error", "code", "high", detail)
         if "SetupError" in error.bases:

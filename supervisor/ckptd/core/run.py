@@ -184,17 +184,19 @@ def apply(state: RunState, event: events.Event) -> RunState:
 
 def _daemon_started(state: RunState, event: events.DaemonStarted) -> RunState:
     state = dataclasses.replace(state, policy=Policy.from_dict(event.policy))
-    # What agents told an earlier daemon is old: they say it again when they dial in.
+    # What agents told an earlier daemon is old, the checkpoints on disk too: they say it again when they dial in.
     nodes = {name: dataclasses.replace(node, connected=False) for name, node in state.nodes.items()}
+    state = dataclasses.replace(state, inventory=None)
     if state.outcome is not None and state.outcome.outcome != "finished":
-        # Somebody started the run again by hand: budgets begin afresh, history stays. A run that was given up because
-        # no agent would start may have left workers behind: they are ended before anything else.
+        # Somebody started the run again by hand: budgets begin afresh, history stays. What was held against a checkpoint
+        # may have been the script's fault, which is put right now: the newest is tried first again. A run that was given
+        # up because no agent would start may have left workers behind: they are ended before anything else.
         left = {name: nodes[name] for name in state.placement if not nodes[name].ended}
         return dataclasses.replace(
             state, nodes={name: nodes[name] for name in state.placement} if left else {},
             status=Status.STOPPING if left else Status.STARTING, outcome=None, request=None,
-            attempts_without_progress=0, launch_failures=0, signatures=(), not_before=0.0, waiting_since=event.t,
-            grounds="resume",
+            attempts_without_progress=0, launch_failures=0, signatures=(), suspects=(), not_before=0.0,
+            waiting_since=event.t, grounds="resume",
         )  # fmt: skip
     if state.status is Status.STARTING:
         return dataclasses.replace(state, nodes=nodes, waiting_since=event.t)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.core import decisions
 from ckptd.core.diagnosis import Exit, diagnose
 
 CLOSED = (
@@ -116,7 +117,7 @@ def test_only_the_last_traceback_of_a_chain_counts():
         ("torch.OutOfMemoryError", ["RuntimeError"], "CUDA out of memory. Tried to allocate 2 GiB", "cuda_oom", "process"),
         ("RuntimeError", [], "CUDA error: out of memory", "cuda_oom", "process"),
         ("torch.AcceleratorError", [], "CUDA error: uncorrectable ECC error encountered", "device_error", "device"),
-        ("ckptd_shim.checkpoint.CheckpointMismatch", ["ckptd_shim.checkpoint.CheckpointError"], "shape", "resume_error", "code"),
+        ("ckptd_shim.checkpoint.CheckpointMismatch", ["ckptd_shim.checkpoint.CheckpointError"], "shape", "script_differs", "code"),
         ("my.Own", ["ckptd_shim.checkpoint.CheckpointError"], "digest", "resume_error", "code"),
         ("ckptd_shim.errors.SetupError", ["ValueError"], "the dataset has 5 samples", "setup_error", "code"),
         ("ModuleNotFoundError", ["ImportError"], "No module named 'x'", "exception", "code"),
@@ -129,6 +130,15 @@ def test_only_the_last_traceback_of_a_chain_counts():
 def test_what_exceptions_mean(type_, bases, message, cause, severity):
     found = find(raised(0, type_, message, bases=bases))
     assert (found.cause, found.severity) == (cause, severity)
+
+
+def test_a_script_that_differs_is_told_with_the_first_difference():
+    text = (
+        "/c/step_9 was saved by a script that differs from this one:\n  - scheduler 0: was 400, is 60\n  - x\nBuild it."
+    )
+    found = find(raised(0, "ckptd_shim.errors.CheckpointMismatch", text))
+    assert found.detail.endswith("differs from this one: - scheduler 0: was 400, is 60")
+    assert found.cause in decisions.INCURABLE
 
 
 def test_a_port_that_a_running_job_finds_taken_is_its_own_failure():

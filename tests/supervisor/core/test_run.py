@@ -84,6 +84,36 @@ def test_lost_commits_never_make_a_cold_start():
     assert "/c/step_10: truncated" in recorded[0].detail
 
 
+def test_started_again_by_hand_the_newest_checkpoint_on_disk_is_tried_first_whatever_was_held_against_it():
+    history = until_training(resume=chosen(40, 4))
+    for attempt in (1, 2):
+        history += [
+            ev.AttemptLaunched(
+                t=6.0, attempt=attempt, world_size=2, placement={"a": [0, 1]}, resume=chosen(40, 4)
+            ),
+            ev.FailureDetected(t=7.0, detected_t=7.0, attempt=attempt, node="a", rank=0, exitcode=1),
+            ev.AttemptEnded(t=8.0, attempt=attempt, node="a", exits=[{"rank": 0, "exitcode": 1}]),
+            ev.Interrupted(t=7.0, detected_t=7.0, attempt=attempt, node="a", cause="exception", detail="rank 0: E"),
+        ]  # fmt: skip
+    doubted = fold(*history)
+    assert doubted.suspects == ("/c/step_40",)
+    history += [
+        ev.HealthReported(t=8.0, node="a"),
+        ev.InventoryReported(t=8.0, node="a", chosen=chosen(30, 3), commits=2, newest_sequence=4),
+        ev.RunEnded(t=9.0, outcome="failed", exit_status=1),
+        ev.DaemonStarted(t=20.0, policy=POLICY.to_dict()),
+        connected(),
+    ]
+    assert Ask(node="a", what="inventory", avoid=()) in decisions.decide(fold(*history), 20.0)
+    # What was found before is forgotten, also where less is found now.
+    history += [
+        ev.HealthReported(t=21.0, node="a"),
+        ev.InventoryReported(t=21.0, node="a", chosen=chosen(20, 2), commits=1, newest_sequence=2),
+    ]
+    _, recorded, _ = decide(fold(*history), 21.0)
+    assert [e.resume for e in recorded] == [chosen(20, 2)]
+
+
 def test_a_commit_in_the_ledger_alone_is_reason_enough_not_to_begin_again():
     lost = [
         *until_training(), ev.SaveCommitted(t=7.0, attempt=1, step=10, sequence=1),
