@@ -231,6 +231,8 @@ class World:
             names.append("fail_launch")
         if m.stop is None and m.carried is not None:
             names.append("crash")
+            if "train" in self._moves_of_workers(m):
+                names.append("reject")
         return names
 
     def _moves_of_workers(self, m: Machine) -> list[str]:
@@ -381,6 +383,11 @@ class World:
             ev.SaveCommitted(t=self.t, attempt=m.carried, node=m.name, step=self.step, sequence=sequence,
                              path=chosen["path"], tier="disk", stall_s=0.1, upload_s=0.2)
         )  # fmt: skip
+
+    def reject(self, m: Machine) -> None:
+        """The guard refuses what would have been the next commit."""
+        self.step += 1
+        self._emit(m, ev.SaveRejected(t=self.t, attempt=m.carried, node=m.name, step=self.step, tier="disk", why="NaN"))
 
     def finish(self, m: Machine) -> None:
         """The node's workers end with 0: because all is done, or because the control file asks for it."""

@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, PrivateAttr
 
 from ckptd import rundir
-from ckptd.core.policy import Formula, Policy
+from ckptd.core.policy import Formula, OnReject, Policy
 from ckptd.errors import JobSpecError
 from ckptd.jobscalars import (
     Bool,
@@ -150,13 +150,13 @@ class Guard(_Model):
     finite: Bool = True
     """Refuse NaN and infinity in the loss, the parameters and the optimizer's state."""
     loss_spike: Annotated[float, BeforeValidator(read_number), Field(gt=0, allow_inf_nan=False)] | None = None
-    """Refuse when the loss is so many standard deviations above its recent mean; null: do not look."""
+    """Refuse when the loss is so many robust standard deviations above its recent median; null: do not look."""
     param_norm: Annotated[float, BeforeValidator(read_number), Field(gt=0, allow_inf_nan=False)] | None = None
     """Refuse when the norm of the parameters is larger; null: do not look."""
-    on_reject: Annotated[Literal["skip"], BeforeValidator(read_text)] = "skip"
-    """`skip`: do not commit, go on training."""
+    on_reject: Annotated[OnReject, BeforeValidator(read_text)] = "skip"
+    """`skip`: do not commit, go on training; `rollback`: go back to the newest commit; `stop`: end the run."""
     rollback_after: Count = 3
-    """Go back to the newest committed checkpoint after so many rejections in a row."""
+    """Roll back after so many rejections in a row."""
 
 
 class Health(_Model):
@@ -285,6 +285,8 @@ class JobSpec(_Model):
             max_restarts=self.restart.max_restarts,
             grow_at_checkpoint=self.restart.grow == "at_checkpoint",
             warm=self.restart.warm,
+            on_reject=self.guard.on_reject,
+            rollback_after=self.guard.rollback_after,
             prior_failures=self.prior.failures,
             prior_device_seconds=self.prior.device_hours * 3600.0,
         )

@@ -96,9 +96,9 @@ VIEWS: Final[dict[str, str]] = {
     """,
     "saves": f"""
         SELECT json_extract(e.data, '$.step') AS step, e.attempt, {_columns("tier", "stall_s", "bytes", "upload_s")},
-            CASE e.kind WHEN 'save_committed' THEN 'committed' ELSE 'failed' END AS outcome,
-            e.at, {_columns("path", "error")}
-        FROM events e WHERE e.kind IN ('save_committed', 'save_failed') ORDER BY e.id
+            substr(e.kind, 6) AS outcome, e.at, {_columns("path")},
+            coalesce(json_extract(e.data, '$.error'), json_extract(e.data, '$.why')) AS error
+        FROM events e WHERE e.kind IN ('save_committed', 'save_failed', 'save_rejected') ORDER BY e.id
     """,
     "decisions": f"""
         SELECT e.at, {_columns("mtbf_s", "mtbf_low_s", "mtbf_high_s", "stall_s", "restart_s", "upload_s", "step_s")},
@@ -119,7 +119,12 @@ def _first(db: sqlite_utils.Database) -> None:
         db.execute(f"CREATE VIEW {name} AS {select}")
 
 
-MIGRATIONS: Final[tuple[Callable[[sqlite_utils.Database], None], ...]] = (_first,)
+def _show_rejected_saves(db: sqlite_utils.Database) -> None:
+    db.execute("DROP VIEW saves")
+    db.execute(f"CREATE VIEW saves AS {VIEWS['saves']}")
+
+
+MIGRATIONS: Final[tuple[Callable[[sqlite_utils.Database], None], ...]] = (_first, _show_rejected_saves)
 
 VERSION: Final = len(MIGRATIONS)
 """What `PRAGMA user_version` says in a ledger of this ckptd."""

@@ -93,6 +93,11 @@ def launch(
             "interval_s": decision.interval_s if decision else None,
             "interval_steps": decision.interval_steps if decision and decision.interval_s is None else None,
             "commit_sequence": state.commit_sequence,
+            "guard": {
+                "finite": spec.guard.finite,
+                "loss_spike": spec.guard.loss_spike,
+                "param_norm": spec.guard.param_norm,
+            },
             "drill": None if drill is None else dataclasses.asdict(drill),
         },
     }

@@ -47,7 +47,7 @@ def document(
         "last_committed": None
         if committed is None
         else {"step": committed.step, "tier": committed.tier, "at": committed.at, "path": committed.path},
-        "saves": {"committed": picture.saves, "failed": picture.saves_failed},
+        "saves": {"committed": picture.saves, "failed": picture.saves_failed, "rejected": picture.saves_rejected},
         "interval": {
             "seconds": decision.interval_s if decision else None,
             "steps": _interval_steps(decision, step_s),

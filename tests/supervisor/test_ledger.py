@@ -418,6 +418,7 @@ class TestViews:
             ev.AttemptLaunched(t=1.0, at=1001.0, attempt=1, world_size=2),
             ev.SaveCommitted(t=9.0, at=1009.0, attempt=1, step=50, tier="disk", bytes=10, stall_s=0.5, upload_s=2.0),
             ev.SaveFailed(t=12.0, at=1012.0, attempt=1, step=60, tier="disk", stall_s=0.25, error="full", path="/x"),
+            ev.SaveRejected(t=13.0, at=1013.0, attempt=1, step=70, tier="disk", stall_s=0.5, why="NaN", path="/y"),
             ev.AttemptEnded(t=21.0, at=1021.0, attempt=1, node="a"),
             ev.AttemptEnded(t=22.0, at=1022.0, attempt=1, node="b"),
             ev.Interrupted(t=20.0, at=1020.0, attempt=1, node="b", rank=1, detected_t=20.5, cause="sigkill",
@@ -455,7 +456,7 @@ class TestViews:
 
     def test_interruptions(self, story):
         assert story.rows("interruptions") == [{
-            "id": 8, "attempt": 1, "at": 1020.0, "detected_at": 1020.5, "cause": "sigkill", "severity": "process",
+            "id": 9, "attempt": 1, "at": 1020.0, "detected_at": 1020.5, "cause": "sigkill", "severity": "process",
             "planned": False, "node": "b", "rank": 1, "lost_steps": 7, "lost_seconds": 3.5,
             "detail": "killed by signal 9",
         }]  # fmt: skip
@@ -463,7 +464,7 @@ class TestViews:
     def test_restarts(self, story):
         (row,) = story.rows("restarts")
         assert row == {
-            "interruption_id": 8, "total_s": 6.0, "detect_s": 0.5, "stop_s": 1.5, "wait_s": 0.0, "launch_s": 1.0,
+            "interruption_id": 9, "total_s": 6.0, "detect_s": 0.5, "stop_s": 1.5, "wait_s": 0.0, "launch_s": 1.0,
             "init_s": 1.0, "restore_s": 1.0, "first_step_s": 1.0, "warm": True, "attempt": 2, "at": 1026.0,
         }  # fmt: skip
 
@@ -480,6 +481,8 @@ class TestViews:
              "outcome": "committed", "at": 1009.0, "path": "", "error": None},
             {"step": 60, "attempt": 1, "tier": "disk", "stall_s": 0.25, "bytes": None, "upload_s": None,
              "outcome": "failed", "at": 1012.0, "path": "/x", "error": "full"},
+            {"step": 70, "attempt": 1, "tier": "disk", "stall_s": 0.5, "bytes": None, "upload_s": None,
+             "outcome": "rejected", "at": 1013.0, "path": "/y", "error": "NaN"},
         ]  # fmt: skip
 
     def test_decisions(self, story):
@@ -514,7 +517,7 @@ class TestViews:
             "attempts": kinds.count("attempt_launched"),
             "interruptions": kinds.count("interrupted"),
             "restarts": kinds.count("restarted"),
-            "saves": kinds.count("save_committed") + kinds.count("save_failed"),
+            "saves": sum(kinds.count(f"save_{outcome}") for outcome in ("committed", "failed", "rejected")),
             "decisions": kinds.count("interval_decided"),
         }
 
@@ -542,6 +545,18 @@ def test_an_older_ledger_is_migrated_in_one_step_or_not_at_all(path, monkeypatch
         assert "extra" in [row[1] for row in one._db.execute("PRAGMA table_info(events)")]
         assert one._db.execute("PRAGMA user_version").fetchone()[0] == 3
         assert one.last_t() == 7.0
+
+
+def test_a_ledger_from_before_the_guard_shows_rejected_saves_too(path, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setattr(ledger_module, "MIGRATIONS", ledger_schema.MIGRATIONS[:1])
+        before.setattr(ledger_module, "VERSION", 1)
+        with Ledger.open(path) as one:
+            one._db.execute("DROP VIEW saves")
+            one._db.execute("CREATE VIEW saves AS SELECT * FROM events WHERE kind = 'save_committed'")
+            one.append(ev.SaveRejected(t=1.0, step=5, why="NaN"))
+    with Ledger.open(path) as one:
+        assert [(row["step"], row["outcome"], row["error"]) for row in one.rows("saves")] == [(5, "rejected", "NaN")]
 
 
 def test_data_is_plain_json(ledger):

@@ -14,7 +14,7 @@ from ckptd.core.estimates import estimate, initial
 from ckptd.core.run import RunState
 from ckptd.node.agent import Settings
 from ckptd.rundir import RunDir
-from ckptd_shim.contract import LaunchContext
+from ckptd_shim.contract import Guard, LaunchContext
 
 
 def launched(spec, placement, resume=None):
@@ -50,8 +50,19 @@ def test_a_launch_is_a_document_of_the_contract(tmp_path):
     assert (context.run_id, context.attempt, context.global_batch, context.micro_batch) == (RUN_ID, 3, 12, 4)
     assert (context.resume.step, context.resume.marker_crc32c) == (40, "0" * 8)
     assert context.interval_steps == 10
+    assert context.guard == Guard()
     assert order["argv"][1:5] == ["-u", "-m", "ckptd_shim.launch", "--"]
     assert order["env"]["HOME"] == "/elsewhere"
+
+
+def test_what_the_guard_looks_for_reaches_the_workers_and_what_follows_the_core(tmp_path):
+    guard = {"finite": False, "loss_spike": 8, "param_norm": 1e4, "on_reject": "rollback", "rollback_after": 2}
+    spec = specification(tmp_path, guard=guard)
+    order = orders.launch(spec, RunDir(spec.run_dir_path), RUN_ID, launched(spec, {"local": [0]}), "local")
+    context = LaunchContext.from_json(json.dumps(order["context"]), where="order")
+    assert context.guard == Guard(finite=False, loss_spike=8.0, param_norm=1e4)
+    policy = spec.policy(RUN_ID)
+    assert (policy.on_reject, policy.rollback_after) == ("rollback", 2)
 
 
 def test_ranks_go_on_from_node_to_node(tmp_path):

@@ -83,6 +83,9 @@ def commit_fault(kind: str, step: int) -> None:
     if kind == "raise":
         raise RuntimeError(f"planted at step {step}")
     if kind == "exit0":
+    if kind == "nan":
+        with torch.no_grad():
+            next(iter(model.parameters()))[0, 0] = torch.nan
         os._exit(0)
     if kind == "exit3":
         sys.exit(3)

@@ -9,16 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptd_shim.errors import CheckpointError, CheckpointMismatch
+    from ckptd_shim.errors import CheckpointError, CheckpointMismatch, StateRejected
     from ckptd_shim.sampler import GlobalSampler
     from ckptd_shim.shim import TrainerShim
 
-__all__ = ["CheckpointError", "CheckpointMismatch", "GlobalSampler", "TrainerShim"]
+__all__ = ["CheckpointError", "CheckpointMismatch", "GlobalSampler", "StateRejected", "TrainerShim"]
 
 _HOMES = {
     "CheckpointError": "errors",
     "CheckpointMismatch": "errors",
     "GlobalSampler": "sampler",
+    "StateRejected": "errors",
     "TrainerShim": "shim",
 }
 

@@ -20,18 +20,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptd_shim import contract, extras
-from ckptd_shim.contract import FileDigest, Marker, Report
+from ckptd_shim import contract, extras, guard
+from ckptd_shim.contract import FileDigest, Guard, Marker, Report
 from ckptd_shim.digest import crc32c_bytes, crc32c_file
 from ckptd_shim.optim_state import describe
 from ckptd_shim.staging import Stager
 from ckptd_shim.writing import check_plan, first_problem, problem_of, remove_partial, write_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from ckptd_shim.guard import Rejection
     from ckptd_shim.pulse import ReportWriter
     from ckptd_shim.ranks import Ranks
     from ckptd_shim.state import Position, Snapshot
@@ -58,6 +59,8 @@ class Outcome:
     committed: bool
     error: str | None = None
     errno: int | None = None
+    rejected: bool = False
+    """Nothing failed: the guard refused the state, and `error` says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,8 @@ class _Job:
     tensors: dict[str, torch.Tensor]
     staged: dict[str, torch.Tensor]
     chunks: list[bytes | memoryview]
+    parameters: Mapping[str, str]
+    loss_problem: str | None
     alike: str
     """Digest of the names and shapes of what every rank must hold alike, because rank 0 alone writes it."""
 
@@ -83,13 +88,17 @@ class Saver:
         ranks: all ranks, on a group that only this saver uses.
         sequence: number of the newest commit of the run so far.
         report: rank 0's report file.
+        guard: which states are fit to be committed; the same on every rank.
     """
 
-    def __init__(self, *, target: Target, ranks: Ranks, sequence: int, report: ReportWriter) -> None:
+    def __init__(
+        self, *, target: Target, ranks: Ranks, sequence: int, report: ReportWriter, guard: Guard | None = None
+    ) -> None:
         self.target = target
         self.sequence = sequence
         self._ranks = ranks
         self._report = report
+        self._guard = guard or Guard()
         self._stager = Stager(rank=ranks.rank)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -109,10 +118,17 @@ class Saver:
         self.wait()
         self._submit(lambda: self._stager.warm(shapes))
 
-    def save(self, capture: Callable[[], Snapshot], *, position: Position, loss: float | None) -> float:
+    def save(
+        self,
+        capture: Callable[[], Snapshot],
+        *,
+        position: Position,
+        loss: float | None,
+        loss_problem: str | None = None,
+    ) -> float:
         """Copy what `capture` returns, and have it written. Returns this rank's stall in seconds.
 
-        The stall is the time in here, the wait for an earlier save included.
+        `loss_problem`: why this rank's loss makes the state unfit to be committed. The stall is the time in here, the wait for an earlier save included.
 
         Raises:
             TypeError: the state holds something that a checkpoint cannot.
@@ -136,6 +152,8 @@ class Saver:
             },
             staged=staged,
             chunks=chunks,
+            parameters=snapshot.parameters,
+            loss_problem=loss_problem,
             alike=hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest(),
         )
         self._submit(lambda: self._carry_out(job))
@@ -187,24 +205,39 @@ class Saver:
                 job, {"error": f"the ranks lost each other: {error}", "errno": None}, stall_s=job.stall_s, left=True
             )
 
-    def _attempt(self, job: _Job) -> tuple[list[dict[str, Any]], Metadata | None, Problem | None]:
-        """Write. Returns (what every rank says of its files, what was planned, the first problem of any rank)."""
+    def _attempt(self, job: _Job) -> tuple[list[dict[str, Any]], Metadata | None, Problem | Rejection | None]:
+        """Write, unless the guard refuses the state.
+
+        Returns (what every rank says of its files, what was planned, the first problem of any rank).
+        """
         problem: Problem | None = None
+        mine: dict[str, Any] = {}
+        try:
+            mine = guard.inspect(
+                self._guard,
+                loss_problem=job.loss_problem,
+                tensors=job.tensors,
+                staged=job.staged,
+                parameters=job.parameters,
+            )
+        except Exception as error:
+            problem = problem_of(error)
         if self._ranks.rank == 0:
             try:
                 os.makedirs(self.target.save_dir, exist_ok=True)
                 os.mkdir(job.path)
             except OSError as error:
                 problem = problem_of(error)
-        told = self._ranks.exchange({"problem": problem, "alike": job.alike, "stall_s": job.stall_s})
+        told = self._ranks.exchange({"problem": problem, "alike": job.alike, "stall_s": job.stall_s, **mine})
         stalls = [each["stall_s"] for each in told]
         problem = first_problem(told)
         for rank, each in enumerate(told):
             if problem is None and each["alike"] != told[0]["alike"]:
                 text = f"rank {rank} holds other unsharded tensors than rank 0, which would be lost: shard them as DTensors"
                 problem = {"error": text, "errno": None}
-        if problem is not None:
-            return [{"stall_s": stall, "files": []} for stall in stalls], None, problem
+        unfit = problem or guard.verdict(self._guard, told)
+        if unfit is not None:
+            return [{"stall_s": stall, "files": []} for stall in stalls], None, unfit
         files: list[FileDigest] = []
         metadata = None
         try:
@@ -234,9 +267,16 @@ class Saver:
         return files
 
     def _finish(
-        self, job: _Job, told: list[dict[str, Any]], metadata: Metadata | None, problem: Problem | None
+        self,
+        job: _Job,
+        told: list[dict[str, Any]],
+        metadata: Metadata | None,
+        problem: Problem | Rejection | None,
     ) -> None:
         stall_s = max(each["stall_s"] for each in told)
+        if isinstance(problem, guard.Rejection):
+            self._reject(job, problem, stall_s=stall_s)
+            return
         left = False
         facts: dict[str, Any] = {}
         if self._ranks.rank == 0:
@@ -306,6 +346,22 @@ class Saver:
             crc = crc32c_bytes(file.read())
         total = sum(each.size for each in files)
         return {"sequence": marker.sequence, "marker_crc32c": crc, "bytes": total, "upload_s": upload_s}
+
+    def _reject(self, job: _Job, found: Rejection, *, stall_s: float) -> None:
+        """Every rank knows the verdict already: there is nothing left to agree on."""
+        if self._ranks.rank == 0:
+            remove_partial(job.path)
+        self.outcome = Outcome(step=job.position.step, path=job.path, committed=False, error=found.why, rejected=True)
+        if self._ranks.rank == 0:
+            self._report.write(
+                Report.SAVE_REJECTED,
+                step=job.position.step,
+                path=job.path,
+                tier=self.target.tier,
+                stall_s=stall_s,
+                why=found.why,
+                rank=found.rank,
+            )
 
     def _fail(self, job: _Job, problem: Problem, *, stall_s: float, left: bool) -> None:
         self.outcome = Outcome(step=job.position.step, path=job.path, committed=False, **problem)

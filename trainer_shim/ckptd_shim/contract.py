@@ -226,6 +226,18 @@ class Drill(Document):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Guard(Document):
+    """Which state is fit to be committed, see `ckptd_shim.guard`."""
+
+    finite: bool = True
+    """Refuse NaN and infinity in the loss, the parameters and the optimizer's state."""
+    loss_spike: float | None = None
+    """Refuse a loss that is so many robust standard deviations above its recent median."""
+    param_norm: float | None = None
+    """Refuse parameters whose Euclidean norm is larger."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchContext(Document):
     """What a worker is told at launch: `CKPTD_LAUNCH` names a file that holds this."""
 
@@ -248,6 +260,8 @@ class LaunchContext(Document):
     commit_sequence: int
     """Number of the newest commit of this run so far; the shim counts on from it."""
     durable_writes: bool = True
+    guard: Guard | None = None
+    """None: the defaults of `Guard`."""
     drill: Drill | None = None
     """None, but for `ckptd prove`."""
 
@@ -374,6 +388,8 @@ class Report(enum.StrEnum):
     """{step, samples, path, tier, bytes, stall_s (slowest rank), upload_s (save begun to committed), sequence, marker_crc32c, loss, comparable}."""
     SAVE_FAILED = "save_failed"
     """{step, path, tier, stall_s, error, errno (or null)}. The partial directory is gone unless `left` says otherwise."""
+    SAVE_REJECTED = "save_rejected"
+    """{step, path, tier, stall_s, why, rank (null: no single one)}. The guard refused the state; nothing of it is kept."""
     CONTROL_IGNORED = "control_ignored"
     """{why}."""
     STOPPING = "stopping"

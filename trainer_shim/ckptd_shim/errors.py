@@ -1,7 +1,8 @@
 """Which errors does the shim raise about checkpoints?
 
 CheckpointError            a checkpoint cannot be written, read or trusted
-└── CheckpointMismatch     it is whole, but it was saved by a script that differs from this one
+├── CheckpointMismatch     it is whole, but it was saved by a script that differs from this one
+└── StateRejected          the guard found the last state unfit to be committed
 
 SetupError                 a ValueError: dataset, batch, loader and workers cannot work together; no restart cures that
 
@@ -33,6 +34,10 @@ class CheckpointMismatch(CheckpointError):
             lines.append(f"  - and {len(differences) - len(shown)} more")
         lines.append("Build what the saving script built, or start a new run in another directory.")
         super().__init__("\n".join(lines))
+
+
+class StateRejected(CheckpointError):
+    """The state at the end of training is not fit to be committed: what was trained since the last commit is lost."""
 
 
 class SetupError(ValueError):

@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 from ckptd_shim import contract, loading
 from ckptd_shim.checkpoint import Saver, Target
-from ckptd_shim.contract import LaunchContext, Phase, Report
-from ckptd_shim.errors import CheckpointError, SetupError
+from ckptd_shim.contract import Guard, LaunchContext, Phase, Report
+from ckptd_shim.errors import CheckpointError, SetupError, StateRejected
 from ckptd_shim.extras import dump
+from ckptd_shim.guard import LossWatch
 from ckptd_shim.interval import parse_interval
 from ckptd_shim.loss import LastLoss
 from ckptd_shim.pulse import PulseWriter, ReportWriter
@@ -61,6 +62,8 @@ class TrainerShim:
         directory: where checkpoints go when ckptd did not start this script; under ckptd it is ignored.
         interval: seconds, a duration such as "10m", or {"steps": 500}; without ckptd only.
         global_batch: samples of one optimizer step over all ranks, where neither job.yaml nor a sampler says.
+        guard: what a state must not have to be committed, `{"finite": True, "loss_spike": None, "param_norm": None}` where
+            nothing is said; without ckptd only, which takes it from job.yaml.
         total_steps: the step at which this script ends by itself, if it knows: a run that ends before is told apart.
 
     Raises:
@@ -80,6 +83,7 @@ class TrainerShim:
         directory: str | os.PathLike[str] | None = None,
         interval: float | str | Mapping[str, int] | None = None,
         global_batch: int | None = None,
+        guard: Mapping[str, Any] | None = None,
         total_steps: int | None = None,
     ) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -90,6 +94,8 @@ class TrainerShim:
         if self._launch is None and interval is not None and directory is None:
             raise ValueError("interval= is given without directory=: nothing could be saved")
         self._directory = None if directory is None else os.fspath(directory)
+        wanted = Guard(**(guard or {}))
+        self._guard = wanted if self._launch is None else (self._launch.guard or Guard())
         self._seed = seed
         self._total_steps = total_steps
         self.rank, self.world_size = 0, 1
@@ -123,6 +129,8 @@ class TrainerShim:
         self._step_s: float | None = None
         self._last_beat = 0.0
         self._loss = LastLoss()
+        self._loss_watch = LossWatch(self._guard)
+        self._looked_at: int | None = None  # the step whose loss is known, where losses come as tensors
         self._sigterm: Sigterm | None = None
 
         launch = self._launch
@@ -258,7 +266,9 @@ class TrainerShim:
             path, crc = chosen
             loaded = loading.load(path, state=self._state, ranks=self._saving, seed=self._seed, marker_crc32c=crc)
             sequence = max(sequence, loaded.marker.sequence)
-        self._saver = Saver(target=target, ranks=self._saving, sequence=sequence, report=self._report)
+        self._saver = Saver(
+            target=target, ranks=self._saving, sequence=sequence, report=self._report, guard=self._guard
+        )
         return loaded
 
     # --- stepping ---------------------------------------------------------------------------------------------------
@@ -302,12 +312,14 @@ class TrainerShim:
             self._drain()
             tracer.kill(step)
         if step == drill.stop_at_step and not self.stopping:
-            self._save(step)
+            self._save(step, loss)
             self._stop(step)
         return self.stopping
 
     def _agree(self, step: int, loss: float | torch.Tensor | None) -> bool:
         self._loss.look(loss)
+        if isinstance(loss, torch.Tensor):
+            self._looked_at = -1 if loss.is_cuda else step  # what comes from a GPU is of some step before
         if step == self._first_step:
             self._first_step = None
             self._report.write(Report.FIRST_STEP, step=step)
@@ -318,8 +330,9 @@ class TrainerShim:
         wants = self._sigterm is not None and self._sigterm.asked
         agreed = self._schedule.agree(step, step_s=self._step_s, want_stop=wants)
         if agreed.save:
-            self._save(step)
+            self._save(step, loss)
             self._schedule.saved(step)
+        self._loss_watch.note(self._loss.value)
         if agreed.stop:
             self._stop(step)
         self._last_beat = time.monotonic()
@@ -350,6 +363,7 @@ class TrainerShim:
 
         Raises:
             CheckpointError: the last save failed, though nobody asked for a stop: work is lost.
+            StateRejected: likewise, because the guard refused the state.
         """
         if self._closed:
             return
@@ -358,7 +372,7 @@ class TrainerShim:
         try:
             if self._saver is not None and self._resumed:
                 self._drain()
-                if self.global_step not in (self._saver.committed_step, self._resumed_step()):
+                if self.global_step not in (self._saver.committed_step, self._resumed_step(), self._rejected_step()):
                     self._begun_step = None
                     self._save(self.global_step)
                     self._drain()
@@ -367,6 +381,10 @@ class TrainerShim:
             failed = outcome is not None and not outcome.committed
             if failed and not self.stopping:
                 assert outcome is not None
+                if outcome.rejected:
+                    raise StateRejected(
+                        f"the state at the last step, {outcome.step}, is not fit to be committed: {outcome.error}"
+                    )
                 raise CheckpointError(f"the last save, of step {outcome.step}, failed: {outcome.error}")
             self._report.write(
                 Report.FINISHED,
@@ -389,6 +407,11 @@ class TrainerShim:
     def _resumed_step(self) -> int | None:
         """The step that needs no save because it was resumed from; step 0 needs none either."""
         return self.global_step if self._first_step == self.global_step + 1 else None
+
+    def _rejected_step(self) -> int | None:
+        """The step whose state was refused: another look would find the same."""
+        outcome = None if self._saver is None else self._saver.outcome
+        return outcome.step if outcome is not None and outcome.rejected else None
 
     def _find_global_batch(self, given: int | None) -> int | None:
         told = {
@@ -415,13 +438,21 @@ class TrainerShim:
     def _capture(self) -> Any:
         return self._state.capture(self._position(), world_size=self.world_size, incomparable=self._incomparable)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, loss: float | torch.Tensor | None = None) -> None:
         if self._saver is None or step == self._begun_step:
             return
         self._begun_step = step
         self._pulse.phase(Phase.SAVE)
-        self._saver.save(self._capture, position=self._position(), loss=self._loss.finite)
+        if loss is not None:
+            self._loss.value = float(loss)  # a save waits for the GPU anyway
+        known = loss is not None or self._loss_is_of(step)
+        problem = self._loss_watch.problem(self._loss.value) if known else None
+        self._saver.save(self._capture, position=self._position(), loss=self._loss.finite, loss_problem=problem)
         self._pulse.phase(Phase.STEP)
+
+    def _loss_is_of(self, step: int) -> bool:
+        """Whether the loss that is known is that step's own. Floats come with every step, tensors are looked at now and then."""
+        return self._looked_at in (None, step)
 
     def _drain(self) -> None:
         if self._saver is not None:

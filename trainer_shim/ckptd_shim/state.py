@@ -12,7 +12,7 @@ Put back in this order: model and optimizers, then schedulers (their constructor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Snapshot:
 
     tensors: dict[str, torch.Tensor]
     tree: dict[str, Any]
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Keys of tensors that are parameters, not buffers, to the first key of the same one: tied weights have several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,8 @@ class TrainState:
         self.rank = rank
         self.models = _modules(model)
         names: Names = {}
-        self._parameter_keys: set[str] = set()
+        self._parameters: dict[str, str] = {}
+        first: dict[torch.Tensor, str] = {}
         for prefix, module in self.models.items():
             if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
                 raise TypeError(
@@ -91,7 +94,8 @@ class TrainState:
             for name, param in module.named_parameters(remove_duplicate=False):
                 canonical = prefix + canonical_name(module, name)
                 names.setdefault(param, canonical)
-                self._parameter_keys.add(f"model.{canonical}")
+                key = f"model.{canonical}"
+                self._parameters[key] = first.setdefault(param, key)
         self.optimizers = [
             NamedOptimizer(_of_type(each, torch.optim.Optimizer, f"optimizer {i}"), names, f"optim.{i}")
             for i, each in enumerate(_listed(optimizer))
@@ -140,7 +144,7 @@ class TrainState:
             },
             "rank": {"loader": self.data.capture(), "random": randomness.capture(self.devices), "buffers": buffers},
         }
-        return Snapshot(tensors=tensors, tree=tree)
+        return Snapshot(tensors=tensors, tree=tree, parameters=self._parameters)
 
     def model_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(parameters and buffers by key, what else the modules keep). References, not copies."""
@@ -161,7 +165,7 @@ class TrainState:
         return {
             key: tensor
             for key, tensor in tensors.items()
-            if key not in self._parameter_keys and not isinstance(tensor, DTensor)
+            if key not in self._parameters and not isinstance(tensor, DTensor)
         }
 
     # --- restoring --------------------------------------------------------------------------------------------------

@@ -148,6 +148,8 @@ def save(run: str | None, as_json: bool, timeout: float) -> int:
         now = read_status(run_dir)
         if now["saves"]["failed"] > before["saves"]["failed"]:
             raise UsageError(f"the save failed; see `ckptd events {run_dir.path}`")
+        if now["saves"]["rejected"] > before["saves"]["rejected"]:
+            raise UsageError(f"the guard refused the state; see `ckptd events {run_dir.path}`")
         committed = now["last_committed"]
         # A save that was under way before this one was asked for is of an earlier step, and does not count.
         if now["saves"]["committed"] > before["saves"]["committed"] and committed["step"] >= before["step"]:

@@ -327,7 +327,7 @@ def _in_attempt(account: Account, event: ev.Event) -> Account:
             return _staged(account, event.attempt, event.step, event.stall_s)
         case ev.SaveCommitted():
             return _staged(account, event.attempt, event.step, event.stall_s, committed=True)
-        case ev.SaveFailed():
+        case ev.SaveFailed() | ev.SaveRejected():
             return _save_failed(account, event)
         case ev.WorkersFinished() if event.closed or event.stopping:
             return replace(_drain(account), finished=account.finished or not event.stopping)
@@ -416,7 +416,7 @@ def _staged(account: Account, attempt: int | None, step: int, stall_s: float, *,
     return replace(account, marks=marks, anchor=account.useful.seconds)
 
 
-def _save_failed(account: Account, event: ev.SaveFailed) -> Account:
+def _save_failed(account: Account, event: ev.SaveFailed | ev.SaveRejected) -> Account:
     account = _staged(account, event.attempt, event.step, event.stall_s)
     at = _find(account.marks, account.attempt, event.step)
     if at is None or account.marks[at].committed:  # committed on one tier, failed on another

@@ -181,6 +181,9 @@ def _decide_live(state: RunState, t: float) -> list[Command]:
         for name in state.placement
         if state.nodes[name].connected and not state.nodes[name].started and state.nodes[name].running != state.attempt
     ]
+    refused = _refused(state, t)
+    if refused is not None:
+        return [refused]
     if state.status is Status.DRAINING:
         return commands + _decide_draining(state, t)
     if state.save_request:
@@ -198,6 +201,23 @@ def _decide_live(state: RunState, t: float) -> list[Command]:
             request = events.Requested(t=t, request="relaunch", source="health", reason=", ".join(bad))
             return [Record(event=request)]
     return commands
+
+
+def _refused(state: RunState, t: float) -> Command | None:
+    """Stop an attempt whose states the guard refuses, if that is what was asked for; without a save, it would be refused too."""
+    found, policy = state.rejection, state.policy
+    if found is None or policy.on_reject == "skip":
+        return None
+    if policy.on_reject == "rollback" and state.rejections < policy.rollback_after:
+        return None
+    if state.request is not None and state.request.request != "relaunch":
+        return None  # the workers are about to end, with nothing of this state committed
+    return Record(
+        event=events.FailureDetected(
+            t=t, detected_t=t, attempt=state.attempt, node=None, rank=found.rank, step=found.step, guard=True,
+            detail=f"the guard refused the state at step {found.step}: {found.why}",
+        )
+    )  # fmt: skip
 
 
 def _unfit(state: RunState, name: str, index: int, t: float) -> str | None:
@@ -302,6 +322,11 @@ def _interruption(state: RunState, t: float) -> events.Interrupted:
             t=failure.t, detected_t=failure.detected_t, attempt=state.attempt, node=failure.node, cause="launch",
             severity="launch", lost_steps=0, step=state.step, detail=failure.detail, message=failure.detail,
         )  # fmt: skip
+    if failure.guard:
+        return events.Interrupted(
+            t=failure.t, detected_t=failure.detected_t, attempt=state.attempt, rank=failure.rank, cause="guard",
+            severity="code", lost_steps=lost_steps, step=state.step, detail=failure.detail, message=failure.detail,
+        )  # fmt: skip
     if failure.hang:
         rank = diagnosis.standing_rank(state.exits)
         return events.Interrupted(
@@ -355,6 +380,8 @@ def _budget_spent(state: RunState) -> str | None:
     if last is None or last.planned:
         return None
     policy = state.policy
+    if last.cause == "guard" and policy.on_reject == "stop":
+        return f"{last.detail} (guard.on_reject: stop){_newest_good(state)}"
     if last.cause in INCURABLE:
         return f"no restart cures this: {last.detail}"
     if state.launch_failures >= MAX_LAUNCH_FAILURES:
@@ -362,6 +389,10 @@ def _budget_spent(state: RunState) -> str | None:
     if policy.max_restarts is not None and state.restarts >= policy.max_restarts:
         return f"restart.max_restarts ({policy.max_restarts}) is spent; the last failure: {last.detail}"
     return _incurable(state)
+
+
+def _newest_good(state: RunState) -> str:
+    return f"; the newest commit is of step {state.committed.step}" if state.committed is not None else ""
 
 
 def _no_progress(state: RunState) -> str | None:

@@ -59,7 +59,7 @@ class Diagnosis:
 
     cause: str
     """`exception`, `cuda_oom`, `device_error`, `resume_error`, `setup_error`, `script_differs`, `script_not_found`,
-    `launch`, `signal`, `exit_status`, `early_exit`, `connection_lost`, `collective_timeout`, `agent_lost`, `requested_stop` or `unknown`."""
+    `launch`, `signal`, `exit_status`, `early_exit`, `guard`, `connection_lost`, `collective_timeout`, `agent_lost`, `requested_stop` or `unknown`."""
     severity: Severity
     confidence: Confidence
     rank: int | None = None
@@ -296,6 +296,8 @@ class _Suspect:
             return self._found("cuda_oom", "process", "high", detail)
         if _DEVICE.search(words):
             return self._found("device_error", "device", "high", detail)
+        if "StateRejected" in error.bases:
+            return self._found("guard", "code", "high", detail)
         if "CheckpointMismatch" in error.bases:
             lines = [line.strip() for line in error.message.splitlines() if line.strip()]
             return self._found("script_differs", "code", "high", " ".join([detail, *lines[1:2]]))

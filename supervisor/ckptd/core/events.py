@@ -240,6 +240,18 @@ class SaveFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SaveRejected(Event):
+    """The guard found a state unfit to be committed, and nothing of it was kept. `rank`: whose part, None: all of them."""
+
+    kind: ClassVar[str] = "save_rejected"
+    step: int = 0
+    tier: str = ""
+    path: str = ""
+    stall_s: float = 0.0
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FailureDetected(Event):
     """The first worker of the attempt died, or its agent did. `t` is when it died, `detected_t` when that was known."""
 
@@ -253,6 +265,8 @@ class FailureDetected(Event):
     """No worker came to be: the launch itself failed."""
     hang: bool = False
     """Nobody died: training does not move. `t` is when the last rank moved."""
+    guard: bool = False
+    """Nobody died: the guard refused the state, and training must not go on from it."""
     detail: str = ""
 
 
@@ -351,7 +365,7 @@ class Noted(Event):
 for _cls in (
     DaemonStarted, Requested, RunEnded, AgentConnected, AgentLost, HealthReported, DeviceDrained, InventoryReported, AttemptLaunched,
     WorkersStarted, WorkersInitialised, StateRestored, FirstStep, Progress, SaveStaged, SaveCommitted, SaveFailed,
-    FailureDetected, WorkersFinished, AttemptEnded, Interrupted, Restarted, IntervalDecided, Noted,
+    SaveRejected, FailureDetected, WorkersFinished, AttemptEnded, Interrupted, Restarted, IntervalDecided, Noted,
 ):  # fmt: skip
     _REGISTRY[_cls.kind] = _cls
 

@@ -36,11 +36,12 @@ class Picture:
     """The interval that holds."""
     proposal: Decision | None = None
     """What the newest observations would make it."""
-    last_save: events.SaveCommitted | events.SaveFailed | None = None
+    last_save: events.SaveCommitted | events.SaveFailed | events.SaveRejected | None = None
     last_interruption: events.Interrupted | None = None
     last_restart: events.Restarted | None = None
     saves: int = 0
     saves_failed: int = 0
+    saves_rejected: int = 0
     notes: tuple[events.Noted, ...] = ()
     """The last few."""
 
@@ -69,6 +70,8 @@ def apply(picture: Picture, event: events.Event) -> Picture:
             changed = dataclasses.replace(changed, last_save=event, saves=picture.saves + 1)
         case events.SaveFailed():
             changed = dataclasses.replace(changed, last_save=event, saves_failed=picture.saves_failed + 1)
+        case events.SaveRejected():
+            changed = dataclasses.replace(changed, last_save=event, saves_rejected=picture.saves_rejected + 1)
         case events.Interrupted():
             changed = dataclasses.replace(changed, last_interruption=event)
         case events.Restarted():

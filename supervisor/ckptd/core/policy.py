@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 Formula = Literal["young", "daly", "exact"]
+OnReject = Literal["skip", "rollback", "stop"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +34,9 @@ class Policy:
     max_restarts: int | None = None
     grow_at_checkpoint: bool = True
     warm: bool = True
+    # the guard
+    on_reject: OnReject = "skip"
+    rollback_after: int = 3
     # the prior of the failure rate
     prior_failures: float = 1.0
     prior_device_seconds: float = 50_000 * 3600.0

@@ -129,6 +129,10 @@ class RunState:
     committed: events.SaveCommitted | None = None
     commit_sequence: int = 0
     ever_committed: bool = False
+    rejection: events.SaveRejected | None = None
+    """The newest of the live attempt's states that the guard refused, unless it has committed one since."""
+    rejections: int = 0
+    """How many it refused in a row."""
     inventory: events.InventoryReported | None = None
     # requests
     save_request: int = 0
@@ -302,6 +306,8 @@ def _attempt_launched(state: RunState, event: events.AttemptLaunched) -> RunStat
         attempts_without_progress=state.attempts_without_progress + 1,
         restarts=state.restarts + (1 if state.attempt else 0),
         save_request=0,
+        rejection=None,
+        rejections=0,
         stopped=False,
         initialised=False,
         total_steps=None,
@@ -356,7 +362,17 @@ def _as_commit(event: events.InventoryReported) -> events.SaveCommitted:
 def _save_committed(state: RunState, event: events.SaveCommitted) -> RunState:
     state = _committed(state, event)
     return dataclasses.replace(
-        state, step=max(state.step, event.step), book=devices.proved(state.book, state.placement)
+        state,
+        step=max(state.step, event.step),
+        book=devices.proved(state.book, state.placement),
+        rejection=None,
+        rejections=0,
+    )
+
+
+def _save_rejected(state: RunState, event: events.SaveRejected) -> RunState:
+    return dataclasses.replace(
+        state, step=max(state.step, event.step), rejection=event, rejections=state.rejections + 1
     )
 
 
@@ -480,6 +496,7 @@ _HANDLERS: dict[type[events.Event], Any] = {
     events.FirstStep: _first_step,
     events.Progress: _progress,
     events.SaveCommitted: _save_committed,
+    events.SaveRejected: _save_rejected,
     events.FailureDetected: _failure_detected,
     events.WorkersFinished: _workers_finished,
     events.AttemptEnded: _attempt_ended,

@@ -147,7 +147,7 @@ class Attempt:
         kind, mono = line["kind"], line["mono"]
         data = {key: value for key, value in line.items() if key not in ("kind", "mono")}
         if kind in EVENT_OF_REPORT:
-            self.emit(EVENT_OF_REPORT[kind], attempt=self.number, mono=mono, rank=0, **data)
+            self.emit(EVENT_OF_REPORT[kind], attempt=self.number, mono=mono, **{"rank": 0, **data})
         elif kind == Report.CONTROL_IGNORED:
             what = f"the control file was ignored: {line.get('why')}"
             self.emit("noted", attempt=self.number, mono=mono, level="warning", what=what)

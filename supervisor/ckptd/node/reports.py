@@ -23,6 +23,7 @@ EVENT_OF_REPORT: dict[str, str] = {
     Report.SAVE_STAGED: "save_staged",
     Report.SAVE_COMMITTED: "save_committed",
     Report.SAVE_FAILED: "save_failed",
+    Report.SAVE_REJECTED: "save_rejected",
 }
 """Report lines that are events of the ledger, field for field."""
 

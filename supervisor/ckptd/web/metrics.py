@@ -53,6 +53,7 @@ class Tally:
         self.last_commit: dict[str, float] = {}
         self.checkpoint_bytes: dict[str, int] = {}
         self.lost_steps = 0
+        self.rejections = 0
 
     def apply(self, event: events.Event) -> None:
         """Count one event."""
@@ -72,6 +73,9 @@ class Tally:
                 self.checkpoint_bytes[event.tier] = event.bytes
             case events.SaveFailed():
                 _count(self.checkpoints, (event.tier, "failed"))
+            case events.SaveRejected():
+                _count(self.checkpoints, (event.tier, "rejected"))
+                self.rejections += 1
             case _:
                 pass
 
@@ -154,7 +158,8 @@ class RunCollector(Collector):
         sizes = {(tier,): float(size) for tier, size in tally.checkpoint_bytes.items()}
         yield _gauge("ckptd_checkpoint_bytes", "Size of the newest checkpoint.", sizes, ["tier"])
         yield _counter("ckptd_lost_steps", "Steps that were trained and thrown away.", {(): float(tally.lost_steps)})
-        yield _counter("ckptd_guard_rejections", "States that were not fit to be committed.", {(): 0.0})
+        rejections = {(): float(tally.rejections)}
+        yield _counter("ckptd_guard_rejections", "States that were not fit to be committed.", rejections)
 
 
 Values = dict[tuple[str, ...], float]

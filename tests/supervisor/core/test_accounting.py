@@ -157,6 +157,14 @@ def test_a_failed_save_is_no_safe_place():
     assert seconds(account)["wasted_progress"] == 30
 
 
+def test_a_rejected_save_costs_its_stall_and_is_no_safe_place():
+    rejected = ev.SaveRejected(t=31, attempt=1, step=20, stall_s=0.75)
+    account = fold(START, *up(0), staged(30, 20, stall=0.5), rejected)
+    assert seconds(account)["checkpoint_stall"] == 0.75
+    refused = ev.FailureDetected(t=40, detected_t=40, attempt=1, guard=True, step=20)
+    assert seconds(fold(refused, account=account))["wasted_progress"] == 29.25
+
+
 def test_a_save_that_a_slower_tier_lost_is_still_safe():
     lost = ev.SaveFailed(t=32, attempt=1, step=20, tier="durable")
     account = fold(START, *up(0), staged(30, 20), committed(31, 20), lost, died(40))
@@ -355,6 +363,7 @@ def any_event(t):
         some(ev.SaveStaged, t, step=steps, stall_s=amounts),
         some(ev.SaveCommitted, t, step=steps, stall_s=amounts),
         some(ev.SaveFailed, t, step=steps, stall_s=amounts),
+        some(ev.SaveRejected, t, step=steps, stall_s=amounts),
         some(ev.FailureDetected, t, detected_t=t),
         some(ev.WorkersFinished, t, closed=st.booleans(), stopping=st.booleans()),
         some(ev.AttemptEnded, t),
