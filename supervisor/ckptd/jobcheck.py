@@ -10,25 +10,18 @@ import difflib
 import math
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from ckptd.jobhost import interpreter_problem
 from ckptd.jobspec import JobSpec
 from ckptd.units import described, format_duration, shortened
 from ckptd.yamltext import MAX_BYTES, Document, Key, Problem, read
 
 READ_LIMIT: Final = MAX_BYTES + 1
-
-_PYTHON_TIMEOUT_S: Final = 20.0
-"""An interpreter on a network file system may take its time; no answer is not held against it."""
-_MISSING_MODULES: Final = (
-    "import importlib.util as u; print('python', *(m for m in ('torch', 'ckptd_shim') if u.find_spec(m) is None))"
-)
 
 _PLACEHOLDERS: Final[dict[str, Any]] = {"name": "unnamed", "command": ["unnamed"]}
 """Stand for required keys that are missing or wrong, so that the others can be judged."""
@@ -330,7 +323,7 @@ def _about_files(spec: JobSpec) -> Iterator[_Finding]:
         yield _Finding(f"begins with {shortened(first)}; it needs a script, or -m and a module", [command])
     if spec.run_dir is not None and os.path.realpath(spec.run_dir_path) == os.path.realpath(spec.base_path):
         yield _Finding("the run directory cannot be the one that holds job.yaml; name one of its own", [("run_dir",)])
-    if spec.python is not None and (problem := _interpreter_problem(spec)) is not None:
+    if spec.python is not None and (problem := interpreter_problem(spec)) is not None:
         yield _Finding(problem, [("python",), ("env",)])
     for name in spec.env:
         if not name or "=" in name:
@@ -341,41 +334,3 @@ def _about_files(spec: JobSpec) -> Iterator[_Finding]:
             yield _Finding("is empty; it needs a program, or null", [("health", "command")])
         elif shutil.which(workdir / program if "/" in program else program) is None:
             yield _Finding(f"there is no program {shortened(program)}", [("health", "command"), where])
-
-
-def _interpreter_problem(spec: JobSpec) -> str | None:
-    """Why `python` cannot run workers; None: it can. It is asked, for an environment without ckptd looks like any other."""
-    path = shutil.which(spec.python_path)
-    if path is None:
-        return f"there is no program {spec.python_path}"
-    if path == sys.executable:
-        return None
-    try:
-        asked = subprocess.run(
-            [path, "-c", _MISSING_MODULES],
-            env={**os.environ, **spec.env}, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=_PYTHON_TIMEOUT_S, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return None
-    except (OSError, ValueError) as error:
-        return f"{path} cannot be started: {error}"
-    answer = asked.stdout.split()
-    if asked.returncode != 0 or answer[:1] != ["python"]:
-        said = (asked.stderr.strip().splitlines() or ["nothing"])[-1]
-        return f"{path} is no Python to run workers with: it ended with status {asked.returncode} and said {shortened(said)}"
-    missing = ["ckptd" if module == "ckptd_shim" else module for module in answer[1:]]
-    if missing:
-        return f"{path} cannot import {' or '.join(missing)}, which the workers need; install it there"
-    return None
-
-
-def allowed_worlds(spec: JobSpec, limit: int) -> list[int]:
-    """World sizes up to `limit` devices that the job may train at, smallest first."""
-    c = spec.cluster
-    most = min(limit, c.max_devices or limit)
-    return [
-        world
-        for world in range(c.multiple_of, most + 1, c.multiple_of)
-        if world >= c.min_devices and (spec.batch is None or spec.batch.global_batch % world == 0)
-    ]

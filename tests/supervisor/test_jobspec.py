@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd import jobcheck, units, yamltext
+from ckptd import jobcheck, jobhost, units, yamltext
 from ckptd.core.policy import Policy
 from ckptd.errors import ExitStatus, JobSpecError
 from ckptd.jobexample import example, name_from
@@ -221,6 +221,31 @@ class TestAccepted:
         assert job(MINIMAL + 'web: {listen: "[::1]:0"}\n').web.listen == "[::1]:0"
 
 
+def test_where_checkpoints_cannot_go_is_known_before_training(job, tmp_path):
+    assert jobhost.tier_problem(job(MINIMAL)) is None
+    assert (tmp_path / "job" / "ck" / "r").is_dir()
+    found = jobhost.tier_problem(job(MINIMAL.replace("path: ck", "path: train.py/ck")))
+    assert found == (
+        f"checkpoint.tiers[0].path: checkpoints cannot be written to {tmp_path}/job/train.py/ck/r: "
+        f"Not a directory ({tmp_path}/job/train.py/ck)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "batch", "expected"),
+    [
+        ("{devices_per_node: 2}", 64, None),
+        ("{devices_per_node: 2}", 63, "1 of 2 devices will be idle: a world of 1 is the largest that divides batch.global, 63"),
+        ("{devices_per_node: 8, max_devices: 6}", 32, "2 of 6 devices will be idle: a world of 4"),
+        ("{devices_per_node: 8, max_devices: 4}", 32, None),
+        ("{}", 63, None),
+    ],
+)  # fmt: skip
+def test_devices_that_no_world_takes_up_are_named(job, cluster, batch, expected):
+    found = jobhost.idle_devices(job(MINIMAL + f"cluster: {cluster}\nbatch: {{global: {batch}, micro: 8}}\n"))
+    assert found == expected if expected is None else found.startswith(expected)
+
+
 class TestWrong:
     def test_all_at_once_each_with_its_line_and_key(self, job):
         found = problems(
@@ -315,7 +340,10 @@ class TestWrong:
                 "cluster.devices_per_node: 2 on one node is less than the 4",
             ),
             ("cluster: {devices_per_node: 0}", "cluster.devices_per_node: must be at least 1, or auto"),
-            ("guard: {on_reject: stopp}", "guard.on_reject: 'stopp' is not one of skip, rollback, stop; did you mean 'stop'?"),
+            (
+                "guard: {on_reject: stopp}",
+                "guard.on_reject: 'stopp' is not one of skip, rollback, stop; did you mean 'stop'?",
+            ),
             ("web: {listen: 9775}", "web.listen: '9775' is not an address"),
             ("web: {listen: 'localhost:99999'}", "web.listen: 'localhost:99999' is not an address"),
             ("run_dir: ${HOME}/runs", "run_dir: '${HOME}/runs': variables are not expanded"),

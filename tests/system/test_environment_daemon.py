@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from urllib.error import HTTPError
@@ -78,6 +80,25 @@ def test_names_with_spaces_and_any_letters_and_a_path_longer_than_a_socket_may_h
     assert job.ckptd("stop", str(job.run_dir)).returncode == 0
     assert job.wait() == 75, job.output()
     assert "die Stände" in job.ckptd("checkpoints", str(job.run_dir)).stdout
+
+
+def test_a_shell_that_closed_every_stream_runs_it_all_the_same(make_job):
+    job = make_job("--steps", "20")
+    job.process = subprocess.Popen(
+        ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', sys.executable, "-m", "ckptd", "run", str(job.path)],
+        start_new_session=True,
+    )
+    assert job.wait() == 0, job.story()
+    assert job.of(ev.RunEnded)[-1].outcome == "finished"
+
+
+def test_a_tier_that_cannot_be_written_is_said_before_anything_starts(make_job, tmp_path):
+    (tmp_path / "file").write_text("")
+    job = make_job(checkpoint={"tiers": [{"name": "disk", "path": f"{tmp_path}/file/ckpt"}]})
+    assert job.run() == 78
+    assert f"checkpoints cannot be written to {tmp_path}/file/ckpt/job: Not a directory" in job.output()
+    assert job.events() == []
+    assert not (job.run_dir / "agent-local.json").exists()
 
 
 SET_BACK = """

@@ -81,14 +81,30 @@ def ckptd() -> None:
     """Supervise a long training job: restart it from its newest committed checkpoint, and decide when to save."""
 
 
+def _open_standard_streams() -> None:
+    """Give 0, 1 and 2 to /dev/null where they are closed, as under `>&-`.
+
+    Python makes None of such a stream, and the next file or socket that is opened gets its number: what is meant for
+    standard error would end up in the ledger.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
+            os.set_inheritable(fd, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "r" if fd == 0 else "w", closefd=False, encoding="utf-8"))  # noqa: SIM115
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name; default: this process's) and return its exit status."""
+    _open_standard_streams()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be text in the terminal's encoding
     try:
         result = ckptd.main(args=None if argv is None else list(argv), prog_name="ckptd", standalone_mode=False)
-        if sys.stdout is not None:  # as it is under `>&-`
-            sys.stdout.flush()
+        sys.stdout.flush()
         return int(result) if isinstance(result, int) else 0
     except click.exceptions.Exit as error:
         return error.exit_code

@@ -14,12 +14,12 @@ import uuid
 
 import click
 
-from ckptd import jobspec
+from ckptd import jobhost, jobspec
 from ckptd.cli import _text
 from ckptd.core import events
 from ckptd.core.run import Status
 from ckptd.daemon import Daemon
-from ckptd.errors import ExitStatus, PortTaken
+from ckptd.errors import ExitStatus, JobSpecError, PortTaken
 from ckptd.launchers.local import LocalLauncher
 from ckptd.ledger import Ledger
 from ckptd.rundir import RunDir
@@ -30,6 +30,8 @@ REFRESH_S = 0.5
 QUIET_REFRESH_S = 30.0
 MAX_UNREAD = 1000
 CLOSE_PATIENCE_S = 2.0
+NOTHING_LIVES = (Status.STARTING, Status.ENDED)
+"""States in which a command that refuses to go on leaves no worker without a daemon."""
 
 
 class Terminal:
@@ -136,11 +138,14 @@ def _supervise(spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger) -> int:
             file=sys.stderr,
         )
         return ExitStatus.FINISHED
+    if state.status in NOTHING_LIVES and (problem := jobhost.tier_problem(spec)) is not None:
+        raise JobSpecError([f"job.yaml: {problem}"])
     web = _web(spec, daemon, tally, terminal)
     daemon.observers += [tally.apply, terminal.event]
     terminal.say(f"{spec.name}: run {run_id} in {run_dir.path}" + (f", http://{web.address}/" if web else ""))
-    if ledger.warning:
-        terminal.say(f"warning: {ledger.warning}")
+    for warning in (ledger.warning, jobhost.idle_devices(spec)):
+        if warning:
+            terminal.say(f"warning: {warning}")
     try:
         status = asyncio.run(_run(daemon, terminal))
         _farewell(daemon, terminal)
@@ -157,7 +162,7 @@ def _web(spec: jobspec.JobSpec, daemon: Daemon, tally: Tally, terminal: Terminal
     try:
         web = WebServer(spec.web.listen, Application(tally=tally, status=daemon.status, alive=daemon.alive))
     except PortTaken as error:
-        if daemon.picture.run.status is Status.STARTING or daemon.picture.run.status is Status.ENDED:
+        if daemon.picture.run.status in NOTHING_LIVES:
             raise
         # A run that is under way is supervised blind rather than not at all.
         terminal.say(f"warning: {error}; supervising without it")
@@ -185,7 +190,8 @@ def _farewell(daemon: Daemon, terminal: Terminal) -> None:
     last = daemon.picture.last_interruption
     if outcome is not None and outcome.outcome == "failed" and last is not None and last.message:
         where = daemon.run_dir.attempt_dir(last.attempt or daemon.picture.run.attempt)
-        terminal.say(f"--- the last error, rank {last.rank}, logs in {where} ---\n{last.message.rstrip()}\n---")
+        who = "" if last.rank is None else f" rank {last.rank},"
+        terminal.say(f"--- the last error,{who} logs in {where} ---\n{last.message.rstrip()}\n---")
     terminal.say(_text.summary(daemon.status()))
 
 

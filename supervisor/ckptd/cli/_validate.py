@@ -6,7 +6,7 @@ import json
 
 import click
 
-from ckptd import jobspec
+from ckptd import jobhost, jobspec
 from ckptd.errors import ExitStatus, JobSpecError
 from ckptd.jobscalars import Steps
 from ckptd.units import format_duration
@@ -64,4 +64,7 @@ def _summary(spec: jobspec.JobSpec) -> list[tuple[str, str]]:
         for tier in spec.checkpoint.tiers
     ]
     lines.append(("web", spec.web.listen or "none"))
+    idle = jobhost.idle_devices(spec)
+    if idle is not None:
+        lines.append(("warning", idle))
     return lines
