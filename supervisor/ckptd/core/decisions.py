@@ -15,7 +15,7 @@ from ckptd.core import diagnosis, events, placement
 from ckptd.core.run import LIVE, RunState, Status
 
 MAX_LAUNCH_FAILURES = 5
-"""Launches in a row that may fail before a worker of ours exists: they are no crash of the job, but they end too."""
+"""Launches in a row that may fail before the workers have met: they are no crash of the job, but they end too."""
 INCURABLE = frozenset({"setup_error", "script_differs", "script_not_found"})
 """Causes that every further attempt would meet again."""
 
@@ -273,10 +273,16 @@ def _decide_all_ended(state: RunState, t: float) -> list[Command]:
         early = _ended_early(state)
         if early is not None:
             return [_end(t, "ended early", 1, early)]
-        return [_end(t, "finished", 0, f"training finished at step {state.step}")]
+        return [_end(t, "finished", 0, _finished(state))]
     if state.failure is None and request is not None and request.request != "relaunch":
         return [_end(t, "stopped", request.exit_status or 75, _where_to_go_on(state))]
     return [Record(event=_interruption(state, t))]
+
+
+def _finished(state: RunState) -> str:
+    if not state.initialised and state.step == 0:
+        return "every worker ended with status 0, and the script made no TrainerShim: nothing was seen of it, nor saved"
+    return f"training finished at step {state.step}"
 
 
 def _ended_early(state: RunState) -> str | None:
@@ -289,14 +295,14 @@ def _ended_early(state: RunState) -> str | None:
         return None  # a script without a shim says nothing of its steps
     step, begun_at, target = state.step, (state.resume or {}).get("step", 0), state.total_steps
     if not state.closed:
-        return f"every worker ended with status 0 at step {step} without shim.close(): what came after the last commit is lost"
+        return f"every worker ended with status 0 at step {step} without shim.close(), which belongs at the end of the script: what came after the last commit is lost"
     if step > begun_at or (target is not None and step >= target):
         return None
     text = f"every worker ended with status 0 at step {step} without one new step"
     if target is not None:
         return f"{text}, and the target is {target}"
     if state.resume is None:
-        return f"{text}: is there anything to train on?"
+        return f"{text}: is there anything to train on, and is shim.step() called?"
     if state.highest > step:
         return f"{text}, where an earlier attempt went on to step {state.highest}"
     if state.stopped_at == step:
@@ -370,7 +376,8 @@ def _where_to_go_on(state: RunState) -> str:
         return "stopped; nothing was committed yet, `ckptd run` will begin at step 0"
     step = state.committed.step if state.committed is not None else (state.resume or {}).get("step", 0)
     lost = state.step - step
-    unsaved = f"; the last save failed and {lost} steps after it are lost" if lost > 0 else ""
+    why = "the last save failed" if state.rejection is None else "the guard refused the last state"
+    unsaved = f"; {why} and {lost} steps after it are lost" if lost > 0 else ""
     return f"stopped; the state at step {step} is committed, `ckptd run` goes on from there{unsaved}"
 
 

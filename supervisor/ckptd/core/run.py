@@ -199,8 +199,8 @@ def _daemon_started(state: RunState, event: events.DaemonStarted) -> RunState:
         return dataclasses.replace(
             state, nodes={name: nodes[name] for name in state.placement} if left else {},
             status=Status.STOPPING if left else Status.STARTING, outcome=None, request=None,
-            attempts_without_progress=0, launch_failures=0, signatures=(), suspects=(), not_before=0.0,
-            waiting_since=event.t, grounds="resume",
+            interrupted=None, attempts_without_progress=0, launch_failures=0, signatures=(), suspects=(),
+            not_before=0.0, waiting_since=event.t, grounds="resume",
         )  # fmt: skip
     if state.status is Status.STARTING:
         return dataclasses.replace(state, nodes=nodes, waiting_since=event.t)
@@ -251,8 +251,10 @@ def _agent_lost(state: RunState, event: events.AgentLost) -> RunState:
 def _health_reported(state: RunState, event: events.HealthReported) -> RunState:
     before = state.nodes.get(event.node or "", Node()).unhealthy
     unhealthy = frozenset(event.unhealthy)
+    in_use = set(state.placement.get(event.node or "", ())) & (unhealthy - before) if state.status in LIVE else ()
     return dataclasses.replace(
         state,
+        book=devices.failed_in_use(state.book, event, in_use),
         nodes=_node(state, event.node, unhealthy=unhealthy, health_known=True),
         devices_changed_t=event.t if unhealthy != before else state.devices_changed_t,
     )
@@ -315,9 +317,7 @@ def _attempt_launched(state: RunState, event: events.AttemptLaunched) -> RunStat
 
 
 def _workers_started(state: RunState, event: events.WorkersStarted) -> RunState:
-    state = dataclasses.replace(
-        state, nodes=_node(state, event.node, started=True, running=event.attempt), launch_failures=0
-    )
+    state = dataclasses.replace(state, nodes=_node(state, event.node, started=True, running=event.attempt))
     if state.status is Status.LAUNCHING and all(state.nodes[name].started for name in state.placement):
         return dataclasses.replace(state, status=Status.INITIALISING)
     return state
@@ -333,7 +333,8 @@ _BEFORE_TRAINING = _BEFORE_FIRST_STEP | {Status.FIRST_STEP}
 
 
 def _workers_initialised(state: RunState, _event: events.WorkersInitialised) -> RunState:
-    state = dataclasses.replace(state, initialised=True)
+    # Only now have the workers met: before, each of them may fail to find the others, or its port, time after time.
+    state = dataclasses.replace(state, initialised=True, launch_failures=0)
     return _advance(state, Status.RESTORING, within=_BEFORE_RESTORING)
 
 

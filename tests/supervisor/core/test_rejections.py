@@ -136,6 +136,16 @@ def test_stop_ends_the_run_at_the_first_and_says_why():
     )
 
 
+def test_a_run_that_was_ended_by_the_guard_can_be_started_again():
+    state, _, _ = decide(fold(*start(on_reject="stop"), committed(10), rejected(20)))
+    state, recorded, _ = decide(stopped(state))
+    assert isinstance(recorded[-1], ev.RunEnded)
+    again = [start(on_reject="stop")[1], ev.HealthReported(t=20.0, node="a")]
+    state = fold(ev.DaemonStarted(t=20.0, policy=state.policy.to_dict()), *again, state=state)
+    _, recorded, _ = decide(answered(state), 21.0)
+    assert [(e.attempt, e.resume) for e in recorded] == [(2, CHOSEN)]
+
+
 @pytest.mark.parametrize("on_reject", ["rollback", "stop"])
 def test_workers_that_are_about_to_stop_on_request_are_left_to_it(on_reject):
     request = ev.Requested(t=7.0, request="stop", exit_status=75)
@@ -143,6 +153,10 @@ def test_workers_that_are_about_to_stop_on_request_are_left_to_it(on_reject):
         fold(*start(on_reject=on_reject, rollback_after=1), committed(10), request, rejected(20))
     )
     assert (recorded, state.status) == ([], Status.DRAINING)
+    ended = ev.WorkersFinished(t=9.0, attempt=1, node="a", step=20, stopping=True, closed=True)
+    _, recorded, _ = decide(stopped(run.apply(state, ended)))
+    assert (recorded[0].outcome, recorded[0].exit_status) == ("stopped", 75)
+    assert "the guard refused the last state and 10 steps after it are lost" in recorded[0].detail
 
 
 @pytest.mark.parametrize(("on_reject", "launches"), [("skip", True), ("rollback", True), ("stop", False)])
