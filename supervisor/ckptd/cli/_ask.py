@@ -23,7 +23,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 def status(run: str | None, as_json: bool) -> int:
     """Show where RUN is (a run directory, a job.yaml, or a name; may be left out where there is one run)."""
     document = read_status(find_run(run))
-    print(json.dumps(document, indent=2) if as_json else _readable(document))
+    print(json.dumps(document, indent=2) if as_json else _text.printable(_readable(document)))
     return ExitStatus.FINISHED
 
 

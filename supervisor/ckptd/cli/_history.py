@@ -38,7 +38,7 @@ def events(run: str | None, as_json: bool, last: int | None) -> int:
     for number, event in found:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at))
         where = "" if event.attempt is None else f" a{event.attempt}"
-        what = _text.event_line(event) or _short(event)
+        what = _text.printable(_text.event_line(event) or _short(event))
         print(f"{number:6} {when} {event.t:12.3f}{where:>6} {event.kind:20} {what}")
     return ExitStatus.FINISHED
 

@@ -38,7 +38,7 @@ def report(run: str | None, as_json: bool) -> int:
             "restarts": ledger.rows("restarts"),
             "saves": ledger.rows("saves"),
         }
-    print(json.dumps(document, indent=1) if as_json else readable(document, status))
+    print(json.dumps(document, indent=1) if as_json else _text.printable(readable(document, status)))
     return ExitStatus.FINISHED
 
 

@@ -57,7 +57,8 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Print above the living line. A terminal that was closed is no reason to stop."""
-        self._write(("\r\x1b[K" if self.tty and self._shown else "") + text + "\n" + (self._shown if self.tty else ""))
+        above = _text.printable(text)
+        self._write(("\r\x1b[K" if self.tty and self._shown else "") + above + "\n" + (self._shown if self.tty else ""))
 
     def refresh(self, line: str) -> None:
         """Renew the living line; where output is no terminal, print it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -16,6 +17,15 @@ def seconds(value: float | None) -> str:
         if value < limit:
             return f"{value / size:.3g} {unit}"
     return f"{value / 86_400:.3g} d"
+
+
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """What a job says, fit for a terminal: codes that colour it are left out, and what else would steer it is escaped."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], _TERMINAL_CODES.sub("", text))
 
 
 def size(value: float) -> str:

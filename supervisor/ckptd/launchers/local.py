@@ -82,6 +82,8 @@ class LocalLauncher:
             return None
 
     def why_dead(self, node: str) -> str:  # noqa: ARG002
-        status = self._child.returncode if self._child is not None else None
+        if self._child is None:  # the log's last words need not be its own, and its status was another's to hear
+            return f"the agent that an earlier ckptd started is gone; its log is {self._log}"
+        status = self._child.returncode
         last = tail_of(self._log, 2000).strip().rpartition("\n")[2]
         return f"agent ended with status {status}; its last words in {self._log}: {last}"

@@ -63,7 +63,7 @@ def outcome(*history):
 @pytest.mark.parametrize(
     "history, words",
     [
-        ([launched(), ended(step=0)], "is there anything to train on"),
+        ([launched(), ended(step=0)], "is there anything to train on, and is shim.step() called?"),
         ([launched(), ended(step=0, total_steps=50)], "the target is 50"),
         ([launched(resume=COMMIT), ended(step=10, total_steps=50)], "the target is 50"),
         ([launched(step=15), ended(step=15, closed=False)], "without shim.close()"),
@@ -99,6 +99,11 @@ def test_an_end_without_a_step_where_training_was_to_go_on(history, words):
 )
 def test_a_real_end_is_one(history):
     assert outcome(*history)[0] == "finished"
+
+
+def test_a_script_without_a_shim_is_told_that_nothing_was_saved():
+    assert "made no TrainerShim" in outcome(launched(shim=False), ended(step=0, closed=False))[1]
+    assert outcome(launched(step=15), ended(step=15))[1] == "training finished at step 15"
 
 
 def test_what_no_restart_cures_is_not_tried_again():

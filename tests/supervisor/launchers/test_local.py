@@ -53,6 +53,7 @@ def test_a_later_daemon_knows_it_by_its_record_and_may_end_it(agent, tmp_path):
     assert not later.alive(NODE)
     assert not agent.alive(NODE)
     assert "status -9" in agent.why_dead(NODE)
+    assert later.why_dead(NODE).startswith("the agent that an earlier ckptd started is gone; its log is ")
 
 
 @pytest.mark.parametrize("record", [b"", b"rubbish", b"{}", b'{"pid": 1, "start_time": "x"}'])
