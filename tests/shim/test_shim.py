@@ -29,6 +29,7 @@ from ckptd_shim.contract import (
 )
 from ckptd_shim.digest import committed_paths, crc32c_bytes, read_marker, verify_checkpoint
 from ckptd_shim.interval import parse_interval
+from ckptd_shim.loss import LastLoss
 from ckptd_shim.pulse import read_pulse_file
 
 TOTAL = 12
@@ -260,6 +261,9 @@ def test_step_before_resume_and_resume_twice_are_refused():
     shim.resume()
     with pytest.raises(RuntimeError, match="before"):
         shim.resume()
+    for no_loss in ([1.0], "much", torch.zeros(3)):
+        with pytest.raises(TypeError, match=r"step\(loss=...\) takes a number or a tensor of one element, not "):
+            LastLoss().look(no_loss)
     assert shim.step(samples=5) is False
     assert (shim.global_step, shim.samples_seen, shim.epoch, shim.accumulation_steps) == (1, 5, 0, 1)
     with pytest.raises(ValueError, match="eval"), shim.phase("lunch"):

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+_WANTED = "step(loss=...) takes a number or a tensor of one element"
+
 
 class LastLoss:
     """The newest loss that is known: of a step not long ago, where it comes as a tensor on a GPU."""
@@ -22,13 +24,22 @@ class LastLoss:
         return self.value if self.value is not None and math.isfinite(self.value) else None
 
     def look(self, loss: float | torch.Tensor | None) -> None:
-        """Take the loss out of a tensor; one on a GPU is copied, and the copy is read at a later look."""
+        """Take the loss out of a tensor; one on a GPU is copied, and the copy is read at a later look.
+
+        Raises:
+            TypeError: it is no loss: not a number, and not a tensor of one element.
+        """
         if self._copy is not None and self._ready.query():
             self.value, self._copy = float(self._copy), None
         if loss is None:
             return
         if not isinstance(loss, torch.Tensor):
-            self.value = float(loss)
+            try:
+                self.value = float(loss)
+            except (TypeError, ValueError):
+                raise TypeError(f"{_WANTED}, not {loss!r:.100}") from None
+        elif loss.numel() != 1:
+            raise TypeError(f"{_WANTED}, not one of shape {list(loss.shape)}; pass loss.mean()")
         elif not loss.is_cuda:
             self.value = float(loss.detach())
         elif self._copy is None:
