@@ -13,7 +13,7 @@ from saving import make_saver, position
 from torch import nn
 
 from ckptd_shim import StateRejected, TrainerShim
-from ckptd_shim.contract import ENV_LAUNCH, REPORT_FILE, Guard, LaunchContext
+from ckptd_shim.contract import ENV_LAUNCH, REPORT_FILE, Control, Guard, LaunchContext
 from ckptd_shim.digest import verify_checkpoint
 from ckptd_shim.guard import LEAST, LossWatch, Rejection, inspect, verdict
 from ckptd_shim.ranks import Ranks
@@ -240,6 +240,27 @@ def test_a_state_that_is_not_fit_leaves_nothing_behind_and_the_next_is_committed
     assert second["stall_s"] > 0
 
 
+def held_twice(rank, world):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    whole = torch.arange(1.0, 7.0)
+    tensors = {
+        "model.replicated": distribute_tensor(whole, mesh, [Replicate()]),
+        "model.sharded": distribute_tensor(whole, mesh, [Shard(0)]),
+    }
+    staged = {key: tensor.to_local() for key, tensor in tensors.items()}
+    guard = Guard(param_norm=1.0)
+    mine = inspect(guard, loss_problem=None, tensors=tensors, staged=staged, parameters={key: key for key in tensors})
+    return [mine["squares"], verdict(guard, Ranks(dist.group.WORLD).exchange(mine)).why]
+
+
+def test_what_several_ranks_hold_counts_once():
+    first, second = run_ranks(2, __file__, "held_twice")
+    assert first[0] + second[0] == pytest.approx(2 * 91.0)
+    assert first[1] == second[1] == f"the norm of the parameters is {math.sqrt(182.0):.6g} (param_norm: 1)"
+
+
 # --- a script ---------------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +294,24 @@ def test_a_script_s_loss_is_looked_at_when_it_is_saved(tmp_path, monkeypatch, ki
     ]  # fmt: skip
     assert lines[1]["why"] == "the loss is nan"
     assert "standard deviations above its recent median" in lines[3]["why"]
+
+
+def test_a_stop_does_not_ask_twice_about_the_same_state(tmp_path, monkeypatch):
+    launch(tmp_path, monkeypatch, None)
+    Control(
+        seq=1, attempt=1, interval_s=None, interval_steps=None, save_request=1, stop_after_save=True, reason="test",
+        issued_at=0.0,
+    ).write(tmp_path / "control.json")  # fmt: skip
+    model = nn.Linear(4, 4)
+    shim = TrainerShim(model=model)
+    shim.resume()
+    model.bias.data[0] = math.inf
+    assert shim.step(loss=1.0)
+    shim.close()
+    lines = [line for line in reports(tmp_path / REPORT_FILE) if line["kind"] in ("save_rejected", "finished")]
+    assert [line["kind"] for line in lines] == ["save_rejected", "finished"]
+    assert lines[0]["why"] == "model.bias holds infinity"
+    assert (lines[1]["stopping"], lines[1]["saved"]) == (True, False)
 
 
 def alone(directory, **options):
