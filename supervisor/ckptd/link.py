@@ -174,6 +174,9 @@ class AgentLink:
             except LinkError as error:
                 log.warning("daemon sent what cannot be read: %s", error)
             finally:
+                if self._channel is not None:
+                    # A daemon that had nothing to say for hours was there all the same.
+                    self.last_contact = time.monotonic()
                 self._channel = None
                 await channel.close()
             await asyncio.sleep(delay)

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import threading
+import time
 
 import pytest
 from daemons import RUN_ID, event, hello, living
@@ -318,3 +319,35 @@ class TestTheCommandLinesEnd:
                 return await asyncio.to_thread(ask_daemon, str(tmp_path / "s"), {"what": "echo"})
 
         assert asyncio.run(scene()) == {"what": "echo", "type": "request"}
+
+
+def test_an_agent_is_alone_only_since_its_connection_broke_however_long_nothing_was_said(tmp_path):
+    async def nothing(_order):
+        pass
+
+    async def scene():
+        async def serve(channel):
+            await channel.receive()
+            channel.send({"type": "welcome", "acknowledged": 0})
+            await leave.wait()
+
+        leave = asyncio.Event()
+        path = str(tmp_path / "sock")
+        server = await link.listen(path, serve)
+        end = AgentLink(path, hello=dict, on_order=nothing)
+        dialling = asyncio.create_task(end.run())
+        try:
+            async with asyncio.timeout(20):
+                while not end.connected:
+                    await asyncio.sleep(0.005)
+                end.last_contact -= 7200.0  # hours in which there was nothing to say
+                server.close()
+                leave.set()
+                while end.connected:
+                    await asyncio.sleep(0.005)
+            assert time.monotonic() - end.last_contact < 60.0
+        finally:
+            dialling.cancel()
+            await asyncio.gather(dialling, return_exceptions=True)
+
+    asyncio.run(scene())
