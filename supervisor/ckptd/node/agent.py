@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +25,18 @@ from ckptd import __version__
 from ckptd.errors import CkptdError
 from ckptd.link import AgentLink, Message
 from ckptd.node import health, processes, tiers, warm
-from ckptd.node.attempt import Attempt, recorded_workers
+from ckptd.node.attempt import Attempt, rank_of, recorded_workers
 from ckptd.node.evidence import KernelLog, OomCounter
+from ckptd.place import Place
 from ckptd_shim import contract
 
 log = logging.getLogger(__name__)
 
 LIVE_INTERVAL_S = 0.5
 WARMTH_INTERVAL_S = 5.0
+REAP_INTERVAL_S = 5.0
+THREADS = 32
+"""For what may block. A file system that hangs keeps a few for ever, and ending workers needs one more."""
 ALONE_SAVE_S = 600.0
 """How long an attempt may take to save and stop when no daemon is there to say."""
 
@@ -70,9 +75,11 @@ class Agent:
         self.devices = health.find_devices(devices_wanted)
         self.settings: Settings | None = None
         self.attempt: Attempt | None = None
-        self._orders: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._home = Place(run_dir)
+        self._orders: queue.SimpleQueue[tuple[Attempt, Message] | None] = queue.SimpleQueue()
         self._link = AgentLink(socket, hello=self._hello, on_order=self._on_order)
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="agent"))
         self._health: health.Health | None = None
         self._exiting = asyncio.Event()
         self._control_seq = 0
@@ -80,6 +87,9 @@ class Agent:
         self._kernel = KernelLog()
         self._ended: set[int] = set()
         """Attempts whose end was told: a stop that crossed that news on the way needs no other answer."""
+        self._stuck: list[processes.Process] = []
+        """What survived SIGKILL: it was told, its device is left out, and no later end waits for it again."""
+        self._pruning = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # --- the two threads ---
@@ -98,7 +108,7 @@ class Agent:
         warm.become_subreaper()
         elastic.warm_up()
         while (order := self._orders.get()) is not None:
-            self._carry(order)
+            self._carry(*order)
         if self._warmth is not None:
             self._warmth.close()
         thread.join(timeout=5.0)
@@ -124,6 +134,7 @@ class Agent:
             self._watch_health(),
             self._watch_orphanhood(),
             self._keep_warm(),
+            self._reap_orphans(),
         ]
         tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(job) for job in jobs]
         stopped: asyncio.Task[Any] = asyncio.ensure_future(self._exiting.wait())
@@ -185,7 +196,8 @@ class Agent:
         assert self.settings is not None
         recipe = self.settings.warm
         if self._warmth is not None and self._warmth.recipe != recipe:
-            self._warmth.close()
+            # In a thread: a launch that waits for the old one holds it.
+            self._spawn(asyncio.to_thread(self._warmth.close))
             self._warmth = None
         if recipe is not None and self._warmth is None:
             self._warmth = warm.Warmth(recipe)
@@ -221,20 +233,21 @@ class Agent:
             kernel=self._kernel,
         )
         self.attempt = attempt
-        self._orders.put(order)
+        self._orders.put((attempt, order))
         self._spawn(self._forget(attempt))
 
     async def _forget(self, attempt: Attempt) -> None:
         await attempt.ended.wait()
         self._ended.add(attempt.number)
+        self._stuck = [p for p in self._stuck if processes.alive(p)] + attempt.unkillable
         self.attempt = None
 
-    def _carry(self, order: Message) -> None:
+    def _carry(self, attempt: Attempt, order: Message) -> None:
         """Main thread: launch the workers of one attempt and reap them when all are dead."""
         from ckptd.node import elastic
 
-        attempt = self.attempt
-        if attempt is None or not attempt.claim():
+        # Not self.attempt: while an earlier one was being reaped, this one may have ended and the next have come.
+        if not attempt.claim():
             return
 
         def on_started(pids: dict[int, int], warm: bool) -> None:
@@ -255,7 +268,7 @@ class Agent:
                 run_id=self.run_id, attempt=attempt.number, host=order["host"], store=store,
                 node_rank=int(order["node_rank"]), nodes=int(order["nodes"]), argv=list(order["argv"]),
                 environments=self._environments(order, launch_file), directory=attempt.directory, warmth=self._warmth,
-                on_started=on_started,
+                on_started=on_started, clear=lambda: self._clear(attempt.number),
             )  # fmt: skip
         except Exception as error:
             log.exception("attempt %d cannot be launched", attempt.number)
@@ -267,6 +280,10 @@ class Agent:
         except Exception as error:
             log.exception("launching attempt %d failed", attempt.number)
             self._loop.call_soon_threadsafe(attempt.launch_failed, f"{type(error).__name__}: {error}")
+
+    def _clear(self, number: int) -> None:
+        """End what a forkserver forked, or may be about to, of an attempt that will start cold."""
+        processes.sweep(self.run_id, number, [], spare=self._own_children)
 
     def _say_why_cold(self, why: str) -> None:
         self._link.event("noted", level="warning", what=f"workers were started cold: {why}")
@@ -293,21 +310,31 @@ class Agent:
     async def _sweep_orphans(self, number: int) -> None:
         """End the workers of an attempt that an earlier agent of this node launched."""
         directory = os.path.join(self.run_dir, "attempts", contract.attempt_dirname(number))
+        workers = recorded_workers(directory)
         swept = await asyncio.to_thread(
-            processes.sweep, self.run_id, number, recorded_workers(directory), spare=self._own_children()
+            processes.sweep, self.run_id, number, list(workers.values()), spare=self._own_children
         )
+        ranks = {worker.pid: rank for rank, worker in workers.items()}
         named = [{"pid": p.pid, "name": swept.names.get(p.pid, "?"), "seconds": swept.seconds} for p in swept.killed]
-        stuck = [{"pid": p.pid, "name": swept.names.get(p.pid, "?")} for p in swept.unkillable]
+        stuck = [
+            {"pid": p.pid, "name": swept.names.get(p.pid, "?"), "rank": rank_of(p, ranks)} for p in swept.unkillable
+        ]
+        self._stuck += swept.unkillable
         self._link.event("attempt_ended", attempt=number, leftovers=named, unkillable=stuck)
 
     def _own_children(self) -> Collection[int]:
-        server = self._warmth.pid if self._warmth is not None else None
-        return () if server is None else (server,)
+        """Pids that no sweep is to touch. Called from several threads."""
+        warmth = self._warmth
+        server = warmth.pid if warmth is not None else None
+        return {p.pid for p in self._stuck if processes.alive(p)} | ({server} if server is not None else set())
 
     def _control(self, order: Message) -> None:
         document = order["document"]
         self._control_seq = int(document["seq"])
         try:
+            os.makedirs(
+                self.run_dir, mode=0o700, exist_ok=True
+            )  # where it was removed, a save still has to be asked for
             contract.write_atomically(order["path"], json.dumps(document).encode())
         except OSError as error:
             self._link.event(
@@ -325,23 +352,32 @@ class Agent:
 
     async def _answer_inventory(self, markers: dict[str, str], avoid: list[str]) -> None:
         assert self.settings is not None
-        for tier in self.settings.tiers:
-            await asyncio.to_thread(tiers.clear_graves, tier)
         answer = await asyncio.to_thread(tiers.inventory, self.settings.tiers, self.run_id, markers, avoid)
         self._link.event("inventory_reported", **answer)
+        for tier in self.settings.tiers:  # no restart waits for this
+            await asyncio.to_thread(tiers.clear_graves, tier)
 
     async def _prune(self, order: Message) -> None:
         assert self.settings is not None
-        for tier in self.settings.tiers:
-            try:
-                gone = await asyncio.to_thread(
-                    tiers.prune, tier, live_attempt=order["live_attempt"], protected=set(order["protected"])
-                )
-            except OSError as error:
-                self._link.event("noted", level="warning", what=f"tier {tier.name!r}: nothing was deleted: {error}")
-                continue
-            for item in gone:
-                log.info("deleted %s: %s", item.path, item.why)
+        if self._pruning:
+            return  # the next commit asks again; a tier that hangs must not take a thread at each
+        self._pruning = True
+        try:
+            for tier in self.settings.tiers:
+                await self._prune_tier(tier, order)
+        finally:
+            self._pruning = False
+
+    async def _prune_tier(self, tier: tiers.Tier, order: Message) -> None:
+        try:
+            gone = await asyncio.to_thread(
+                tiers.prune, tier, live_attempt=order["live_attempt"], protected=set(order["protected"])
+            )
+        except OSError as error:
+            self._link.event("noted", level="warning", what=f"tier {tier.name!r}: nothing was deleted: {error}")
+            return
+        for item in gone:
+            log.info("deleted %s: %s", item.path, item.why)
 
     # --- by itself ---
 
@@ -357,6 +393,22 @@ class Agent:
             await asyncio.sleep(WARMTH_INTERVAL_S)
             if self._warmth is not None and (self.attempt is None or self.attempt.workers):
                 await asyncio.to_thread(self._warmth.kindle)
+
+    async def _reap_orphans(self) -> None:
+        """Collect children that were adopted and ended by themselves.
+
+        The dead that somebody else is about to collect (elastic, asyncio) are not there any more at the next look.
+        """
+        before: set[processes.Process] = set()
+        while True:
+            await asyncio.sleep(REAP_INTERVAL_S)
+            attempt = self.attempt
+            if attempt is not None and not attempt.workers:
+                continue  # whom the launch has started is not known yet
+            workers = {worker.pid for worker in attempt.workers.values()} if attempt is not None else set()
+            dead = {p for p in processes.dead_children() if p.pid not in workers and p.pid not in self._own_children()}
+            processes.reap(dead & before)
+            before = dead
 
     async def _watch_health(self) -> None:
         while True:
@@ -378,7 +430,11 @@ class Agent:
                 continue
             timeout = self.settings.orphan_timeout_s if self.settings is not None else 60.0
             alone = time.monotonic() - self._link.last_contact
-            if alone >= timeout and not asked:
+            if self._home.gone() and not asked:
+                # No daemon will ever find this agent again, and one of a new run would train beside it.
+                asked = True
+                self._save_and_leave(f"the run directory {self.run_dir} was removed")
+            elif alone >= timeout and not asked:
                 asked = True
                 log.warning("no daemon for %.0f s", alone)
                 self._save_and_leave("no daemon within cluster.orphan_timeout")
@@ -396,6 +452,7 @@ class Agent:
             save_request=1_000_000, stop_after_save=True, reason=reason, issued_at=time.time(),
         )  # fmt: skip
         try:
+            os.makedirs(self.run_dir, mode=0o700, exist_ok=True)
             document.write(os.path.join(self.run_dir, contract.CONTROL_FILE))
         except OSError as error:
             log.error("the control file cannot be written (%s): stopping without a save", error)

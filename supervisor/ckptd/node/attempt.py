@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,7 @@ class Attempt:
     emit: Emit
     release: Callable[[], None]
     spare: Callable[[], Collection[int]] = tuple
-    """Pids of the agent's own children, which are no part of any attempt."""
+    """Tells the pids of the agent's own children, which are no part of any attempt."""
     stop_grace_s: float = 3.0
     oom: OomCounter = field(default_factory=OomCounter)
     kernel: KernelLog | None = None
@@ -69,6 +69,8 @@ class Attempt:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     pulses: dict[int, contract.Pulse] = field(default_factory=dict)
     finished_report: dict[str, Any] | None = None
+    unkillable: list[Process] = field(default_factory=list)
+    """What survived SIGKILL, once the attempt has ended."""
     _failed: bool = False
     _wants_stacks: bool = False
     _stopping: bool = False
@@ -272,11 +274,12 @@ class Attempt:
                 self._signal_session(self.workers[rank], signal.SIGTERM)
             await asyncio.to_thread(processes.wait_gone, [self.workers[r] for r in self._killing], grace)
         swept = await asyncio.to_thread(
-            processes.sweep, self.run_id, self.number, list(self.workers.values()), spare=self.spare()
+            processes.sweep, self.run_id, self.number, list(self.workers.values()), spare=self.spare
         )
         deadline = time.monotonic() + 2.0
         while len(self.exits) < len(self.workers) and time.monotonic() < deadline and not swept.unkillable:
             await asyncio.sleep(0.002)  # the loop still has to hear of the last deaths
+        self.unkillable = swept.unkillable
         self.release()
         self.look()
         ranks = {worker.pid: rank for rank, worker in self.workers.items()}
@@ -297,7 +300,7 @@ class Attempt:
                 {"pid": p.pid, "name": swept.names.get(p.pid, "?"), "seconds": swept.seconds} for p in leftovers
             ],
             unkillable=[
-                {"pid": p.pid, "name": swept.names.get(p.pid, "?"), "rank": ranks.get(p.pid)} for p in swept.unkillable
+                {"pid": p.pid, "name": swept.names.get(p.pid, "?"), "rank": rank_of(p, ranks)} for p in swept.unkillable
             ],
         )
         self.ended.set()
@@ -344,6 +347,14 @@ class Attempt:
         return found
 
 
+def rank_of(process: Process, ranks: Mapping[int, int]) -> int | None:
+    """The rank that a process belongs to, a worker itself or one in its session; `ranks`: pid of a worker -> its rank."""
+    if process.pid in ranks:
+        return ranks[process.pid]
+    stat = processes.read_stat(process.pid)
+    return None if stat is None else ranks.get(stat.session)
+
+
 def _how(rank: int, exitcode: int) -> str:
     if exitcode < 0:
         with contextlib.suppress(ValueError):
@@ -361,11 +372,11 @@ def _size(path: str) -> int:
         return 0
 
 
-def recorded_workers(attempt_dir: str) -> list[Process]:
-    """The workers that an earlier agent launched for an attempt, as it wrote them down."""
+def recorded_workers(attempt_dir: str) -> dict[int, Process]:
+    """The workers that an earlier agent launched for an attempt, by rank, as it wrote them down."""
     try:
         with open(os.path.join(attempt_dir, WORKERS_FILE), "rb") as file:
             document = json.load(file)
-        return [Process(int(w["pid"]), int(w["start_time"])) for w in document.values()]
+        return {int(rank): Process(int(w["pid"]), int(w["start_time"])) for rank, w in document.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
+        return {}

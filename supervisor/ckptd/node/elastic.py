@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResu
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from ckptd.node.warm import Cold, PartlyForked, Warmth
+from ckptd.node.warm import Cold, Warmth
 from ckptd_shim import contract
 
 log = logging.getLogger(__name__)
@@ -165,10 +165,12 @@ class AttemptAgent(LocalElasticAgent):
         *,
         warmth: Warmth | None,
         on_started: Callable[[dict[int, int], bool], None],
+        clear: Callable[[], None],
     ) -> None:
         super().__init__(spec, logs, start_method="spawn", exit_barrier_timeout=0)
         self._warmth = warmth
         self._on_started = on_started
+        self._clear = clear
         self.release = threading.Event()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -178,11 +180,10 @@ class AttemptAgent(LocalElasticAgent):
         if self._warmth is not None:
             try:
                 started = self._start_warm(worker_group, self._warmth)
-            except PartlyForked as error:
-                _end_now(error.pids)
-                log.warning("cold start: %s", error)
             except Cold as error:
                 log.warning("cold start: %s", error)
+                # Some may have been forked, and more than were told of: no rank may be there twice.
+                self._clear()
         warm = started is not None
         if started is None:
             started = super()._start_workers(worker_group)
@@ -247,6 +248,9 @@ class AttemptAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if not self.release.is_set():
             return RunResult(state=WorkerState.HEALTHY)
+        if self._pcontext is not None and not all(map(_has_ended, self._pcontext.pids().values())):
+            # It cannot be killed, which was told: elastic would wait for it, for a minute or for ever.
+            return RunResult(state=WorkerState.FAILED)
         return super()._monitor_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:  # noqa: ARG002
@@ -257,10 +261,11 @@ class AttemptAgent(LocalElasticAgent):
         """Nobody waits for other nodes here: the daemon knows when all of them have finished."""
 
 
-def _end_now(pids: list[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True  # and was collected
 
 
 def make_agent(
@@ -276,8 +281,12 @@ def make_agent(
     directory: str,
     warmth: Warmth | None,
     on_started: Callable[[dict[int, int], bool], None],
+    clear: Callable[[], None],
 ) -> AttemptAgent:
-    """Build the agent of one attempt on this node; `environments` has one entry for each local rank."""
+    """Build the agent of one attempt on this node; `environments` has one entry for each local rank.
+
+    `clear` ends what there is of the attempt before its workers are started once more.
+    """
     spec = WorkerSpec(
         role="trainer",
         local_world_size=len(environments),
@@ -291,7 +300,7 @@ def make_agent(
         master_addr=host,
         master_port=store.port,
     )
-    return AttemptAgent(spec, AttemptLogs(directory, environments), warmth=warmth, on_started=on_started)
+    return AttemptAgent(spec, AttemptLogs(directory, environments), warmth=warmth, on_started=on_started, clear=clear)
 
 
 def warm_up() -> None:

@@ -6,8 +6,9 @@ import contextlib
 import os
 import select
 import signal
+import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from ckptd_shim import contract
@@ -31,7 +32,13 @@ class Stat:
     parent: int
     session: int
     flags: int
+    threads: int
     start_time: int
+
+    @property
+    def dead(self) -> bool:
+        """Nothing of it runs any more. A zombie with threads is none: its main thread ended, another one is stuck."""
+        return self.state == "X" or (self.state == "Z" and self.threads <= 1)
 
 
 def read_stat(pid: int) -> Stat | None:
@@ -49,6 +56,7 @@ def read_stat(pid: int) -> Stat | None:
         parent=int(fields[1]),
         session=int(fields[3]),
         flags=int(fields[6]),
+        threads=int(fields[17]),
         start_time=int(fields[19]),
     )
 
@@ -62,7 +70,7 @@ def identify(pid: int) -> Process | None:
 def alive(process: Process) -> bool:
     """Whether exactly this process still runs. A zombie is dead."""
     stat = read_stat(process.pid)
-    return stat is not None and stat.start_time == process.start_time and stat.state not in "ZX"
+    return stat is not None and stat.start_time == process.start_time and not stat.dead
 
 
 FORKSERVER_MARK = "forkserver"
@@ -70,6 +78,9 @@ FORKSERVER_MARK = "forkserver"
 HELPER_MARK = ("CKPTD_ROLE", "helper")
 """In the environment of children that the agent runs for itself."""
 
+
+BIRTHS = threading.Lock()
+"""Held while this process starts a child that `spare` will name: a look at the processes must not come in between."""
 
 _PF_EXITING = 0x4
 
@@ -81,25 +92,27 @@ def dying(process: Process) -> bool:
 
 
 def members(
-    run_id: str, attempt: int, workers: Iterable[Process], *, spare: Collection[int] | None = None
+    run_id: str, attempt: int, workers: Iterable[Process], *, spare: Callable[[], Collection[int]] | None = None
 ) -> list[Process]:
     """Every living process of an attempt: the workers, their sessions, what carries its mark, and orphans of those.
 
     A child that made its own session is found by `CKPTD_RUN_ID` and `CKPTD_ATTEMPT` in the environment it began with,
-    or because it became a child of this process (a subreaper) when its parent died. `spare`: pids of this process's
-    own children, to leave alone; None: this process is no subreaper, none of its children are looked at.
+    or because it became a child of this process (a subreaper) when its parent died. `spare` tells the pids of this
+    process's own children, to leave alone; None: this process is no subreaper, none of its children are looked at.
     """
     run_mark = f"{contract.ENV_RUN_ID}={run_id}".encode()
     attempt_marks = {f"{contract.ENV_ATTEMPT}={name}".encode() for name in (attempt, FORKSERVER_MARK)}
     helper_mark = "=".join(HELPER_MARK).encode()
     leaders = {worker.pid: worker.start_time for worker in workers}
     me = os.getpid()
+    with BIRTHS:
+        own, entries = set(spare() if spare is not None else ()), os.listdir("/proc")
     found: list[Process] = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdecimal() or (pid := int(entry)) == me or (spare and pid in spare):
+    for entry in entries:
+        if not entry.isdecimal() or (pid := int(entry)) == me or pid in own:
             continue
         stat = read_stat(pid)
-        if stat is None or stat.state in "ZX":
+        if stat is None or stat.dead:
             continue
         ours = leaders.get(pid) == stat.start_time
         # A pid is not given out again while a session of that number lives: the session is the worker's own unless
@@ -108,11 +121,20 @@ def members(
         if not ours and not in_session:
             environment = _environment(pid)
             marked = run_mark in environment and bool(attempt_marks & environment)
-            adopted = spare is not None and stat.parent == me and helper_mark not in environment
+            adopted = spare is not None and stat.parent == me and helper_mark not in environment and not _unborn(pid)
             if not marked and not adopted:
                 continue
         found.append(Process(pid, stat.start_time))
     return found
+
+
+def _unborn(pid: int) -> bool:
+    """Whether a child of this process is still this program: between its fork and its exec."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as its, open("/proc/self/cmdline", "rb") as ours:
+            return its.read() == ours.read()
+    except OSError:
+        return False
 
 
 def _leads(session: int, start_time: int) -> bool:
@@ -184,7 +206,7 @@ def sweep(
     attempt: int,
     workers: Iterable[Process],
     *,
-    spare: Collection[int] | None = None,
+    spare: Callable[[], Collection[int]] | None = None,
     timeout: float = 10.0,
 ) -> Swept:
     """SIGKILL everything that is left of an attempt and verify that it is gone.
@@ -212,6 +234,21 @@ def sweep(
             break
     _reap(pid for pid in killed if pid not in {worker.pid for worker in workers})
     return Swept(list(killed.values()), names, left, time.monotonic() - begun)
+
+
+def dead_children() -> set[Process]:
+    """Zombies that are this process's to collect."""
+    children: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children", encoding="ascii") as file:
+            children.update(map(int, file.read().split()))
+    stats = {pid: stat for pid in children if (stat := read_stat(pid)) is not None}
+    return {Process(pid, stat.start_time) for pid, stat in stats.items() if stat.dead}
+
+
+def reap(orphans: Iterable[Process]) -> None:
+    """Collect zombies."""
+    _reap(process.pid for process in orphans)
 
 
 def _reap(pids: Iterable[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -11,11 +12,12 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from ckptd.node.processes import FORKSERVER_MARK
+from ckptd.node.processes import BIRTHS, FORKSERVER_MARK
 from ckptd_shim import contract
 
 READY_TIMEOUT_S = 300.0
 FORK_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -77,7 +79,7 @@ class ForkServer:
     def start(self) -> None:
         """Start importing, in the background."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, BIRTHS:
             try:
                 self._process = subprocess.Popen(
                     [self.recipe.python, "-u", "-m", "ckptd_shim.forkserver", str(theirs.fileno())],
@@ -126,20 +128,25 @@ class ForkServer:
                 return True
         return False
 
-    def wait_ready(self) -> None:
+    @property
+    def settled(self) -> bool:
+        """It is ready, or will never be."""
+        return self._ready.is_set()
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Raises Cold when this server will not fork, or is not ready in time."""
-        if not self._ready.wait(READY_TIMEOUT_S):
-            raise Cold(f"the forkserver was not ready within {READY_TIMEOUT_S:.0f} s")
+        if not self._ready.wait(timeout_s):
+            raise Cold(f"the forkserver was not ready within {timeout_s:.0f} s")
         if self._why_not is not None:
             raise Cold(self._why_not)
 
-    def fork(self, orders: list[dict[str, Any]]) -> list[int]:
+    def fork(self, orders: list[dict[str, Any]], *, patience_s: float = READY_TIMEOUT_S) -> list[int]:
         """Fork a worker for each order ({argv, env, cwd, stdout, stderr}); returns their pids, children of this process.
 
         Raises:
-            Cold: the server died or refused; workers that were forked before that are the caller's to end: `pids`.
+            Cold: the server is not ready, died or refused. It is ended, and what it forked is the caller's to end.
         """
-        self.wait_ready()
+        self.wait_ready(patience_s)
         assert self._socket is not None
         pids: list[int] = []
         self._socket.settimeout(FORK_TIMEOUT_S)
@@ -153,10 +160,12 @@ class ForkServer:
                 pids.append(int(answer["pid"]))
         except (OSError, ValueError) as error:
             self._why_not = f"the forkserver does not answer: {error}"
-            raise PartlyForked(self._why_not, pids) from None
+            self.close()  # else it may yet carry out an order that it has read
+            raise Cold(self._why_not) from None
         except Cold as error:
             self._why_not = str(error)
-            raise PartlyForked(self._why_not, pids) from None
+            self.close()
+            raise
         return pids
 
     def close(self) -> None:
@@ -165,15 +174,8 @@ class ForkServer:
             self._socket.close()
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
-
-
-class PartlyForked(Cold):
-    """The server failed between workers; `pids` are those that exist."""
-
-    def __init__(self, why: str, pids: list[int]) -> None:
-        super().__init__(why)
-        self.pids = pids
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_TIMEOUT_S)
 
 
 class Warmth:
@@ -183,6 +185,8 @@ class Warmth:
         self.recipe = recipe
         self._server: ForkServer | None = None
         self._lock = threading.Lock()
+        self._late = False
+        """A server was not ready in time: its successors are not waited for."""
         self.why_cold = ""
 
     @property
@@ -200,20 +204,21 @@ class Warmth:
             return server
         if server is not None:
             server.close()
-        server = ForkServer(self.recipe)
+        self._server = server = ForkServer(self.recipe)  # known before it is there, see BIRTHS
         server.start()
-        self._server = server
         return server
 
     def fork(self, orders: list[dict[str, Any]]) -> list[int]:
-        """Fork workers; raises Cold (or PartlyForked) when they must be started afresh."""
+        """Fork workers; raises Cold when they must be started afresh, once those that came to be are ended."""
         with self._lock:
+            server = self._kindle()
             try:
-                pids = self._kindle().fork(orders)
+                pids = server.fork(orders, patience_s=0.0 if self._late else READY_TIMEOUT_S)
             except Cold as error:
+                self._late = self._late or not server.settled
                 self.why_cold = str(error)
                 raise
-        self.why_cold = ""
+        self.why_cold, self._late = "", False
         return pids
 
     def close(self) -> None:

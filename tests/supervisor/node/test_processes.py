@@ -120,6 +120,28 @@ class TestWhoIsThere:
         assert processes.wait_gone([known], 0.2) == [known]
         assert 0.2 <= time.monotonic() - begun < 5
 
+    def test_a_process_whose_main_thread_ended_lives_on_in_its_others(self, start, run_id):
+        # As after a SIGKILL that one thread cannot take, inside of a driver that hangs: the leader is a zombie.
+        number = {"x86_64": 60, "aarch64": 93}.get(os.uname().machine)
+        if number is None:
+            pytest.skip("the number of exit(2) is not known here")
+        process = start(
+            "import ctypes, threading, time\n"
+            "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+            f"print(flush=True)\nctypes.CDLL(None).syscall({number}, 0)\n",
+            **marks(run_id),
+        )
+        process.stdout.readline()
+        known = processes.identify(process.pid)
+        deadline = time.monotonic() + 10
+        while processes.read_stat(process.pid).state != "Z":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert processes.alive(known)
+        assert processes.wait_gone([known], 0.1) == [known]
+        assert processes.sweep(run_id, 1, [known]).killed == [known]
+        assert not processes.alive(known)
+
 
 class TestSweep:
     def test_finds_a_child_that_made_a_session_of_its_own_and_hid_behind_a_dead_parent(self, start, run_id):
