@@ -6,7 +6,7 @@ A device is known by its identity (a GPU's UUID), so a strike stays with it when
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,7 +19,9 @@ That a process was killed, say, may have many reasons: such strikes count only a
 """
 WINDOW_S: Final = 6 * 3600.0
 QUARANTINE_S: Final = 3600.0
-"""How long the first time; twice as long each time after. A device that comes back is on probation: one strike counts."""
+"""How long the first time; twice as long each time after."""
+PROBATION_S: Final = 24 * 3600.0
+"""How long one strike is enough for a device that has come back; after that it is as good as any other."""
 MAX_QUARANTINE_S: Final = 7 * 86_400.0
 FOREVER_S: Final = 1e12
 
@@ -135,17 +137,37 @@ def struck(book: DeviceBook, event: events.Interrupted, placement: Mapping[str, 
     if where is None:
         return book
     identity = book.identity(*where)
+    return _strike(
+        book, identity, t=event.t, now=event.detected_t, certain=event.severity == "device", detail=event.detail
+    )
+
+
+def failed_in_use(book: DeviceBook, event: events.HealthReported, in_use: Collection[int]) -> DeviceBook:
+    """Devices that a run trains on were reported unhealthy: once is an accident, but one that comes and goes costs a restart each time."""
+    node = event.node or ""
+    for index in in_use:
+        identity = book.identity(node, index)
+        book = _strike(
+            book, identity, t=event.t, now=event.t, certain=True, detail=event.detail or "reported unhealthy"
+        )
+    return book
+
+
+def _strike(book: DeviceBook, identity: str, *, t: float, now: float, certain: bool, detail: str) -> DeviceBook:
     record = book.records.get(identity, Record())
-    strikes = (*(s for s in record.strikes if event.t - s[0] < WINDOW_S), (event.t, event.severity == "device"))
-    if len(strikes) < STRIKES and not record.times:
+    if record.until >= FOREVER_S:
+        return book  # it is left out until somebody says otherwise: nothing shortens that
+    strikes = (*(s for s in record.strikes if t - s[0] < WINDOW_S), (t, certain))
+    on_probation = record.times > 0 and t < record.until + PROBATION_S
+    if len(strikes) < STRIKES and not on_probation:
         record = dataclasses.replace(record, strikes=strikes)
     else:
         record = dataclasses.replace(
             record,
             strikes=(),
-            until=event.detected_t + min(MAX_QUARANTINE_S, QUARANTINE_S * 2.0**record.times),
+            until=now + min(MAX_QUARANTINE_S, QUARANTINE_S * 2.0**record.times),
             times=record.times + 1,
-            reason=f"{len(strikes) if not record.times else 1} failures were put down to it, the last: {event.detail}",
+            reason=f"{len(strikes)} failures were put down to it, the last: {detail}",
         )
     return dataclasses.replace(book, records={**book.records, identity: record})
 
@@ -168,12 +190,14 @@ def unkillable(book: DeviceBook, event: events.AttemptEnded, placement: Mapping[
         where = device_of_rank(placement, process["rank"]) if process.get("rank") is not None else None
         if where is None:
             continue
+        identity = book.identity(*where)
         record = Record(
             until=FOREVER_S,
             times=1,
+            drained=book.records.get(identity, Record()).drained,
             reason=f"process {process.get('pid')} on it cannot be killed; undrain it when it is gone",
         )
-        book = dataclasses.replace(book, records={**book.records, book.identity(*where): record})
+        book = dataclasses.replace(book, records={**book.records, identity: record})
     return book
 
 

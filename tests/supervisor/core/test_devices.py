@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptd.core import devices, events
-from ckptd.core.devices import QUARANTINE_S, STRIKES, WINDOW_S, DeviceBook
+from ckptd.core.devices import PROBATION_S, QUARANTINE_S, STRIKES, WINDOW_S, DeviceBook
 
 PLACEMENT = {"a": (0, 1, 2, 3), "b": (0, 2)}
 
@@ -119,3 +119,29 @@ def test_what_cannot_be_killed_takes_its_device_along():
     state = devices.unkillable(book(), ended, PLACEMENT)
     assert state.usable("a", range(4), 1e9) == (0, 1, 2)
     assert "77" in (state.why_not("a", 3, 6.0) or "")
+
+
+def test_what_cannot_be_killed_stays_out_whatever_else_is_put_down_to_its_device():
+    stuck = events.AttemptEnded(t=1.0, node="a", unkillable=[{"pid": 7, "name": "python", "rank": 2}])
+    state = devices.unkillable(book(), stuck, PLACEMENT)
+    state = struck(state, [1.0, 2.0, 3.0], cause="hang")
+    assert "cannot be killed" in (state.why_not("a", 2, 1e9) or "")
+
+
+def test_probation_ends():
+    state = struck(book(), [0.0, 1.0, 2.0])
+    later = 3.0 + QUARANTINE_S + PROBATION_S
+    state = struck(state, [later])
+    assert state.usable("a", range(4), later) == (0, 1, 2, 3)
+    state = struck(state, [later + 1, later + 2])
+    assert state.usable("a", range(4), later + 2 + QUARANTINE_S) == (0, 1, 3), "the second time it rests for longer"
+
+
+def test_a_device_whose_health_comes_and_goes_rests_too():
+    state = book()
+    for t in range(STRIKES):
+        assert state.usable("a", range(4), t) == (0, 1, 2, 3)
+        state = devices.proved(state, PLACEMENT)
+        report = events.HealthReported(t=float(t), node="a", unhealthy=[2], detail="too hot")
+        state = devices.failed_in_use(state, report, {2})
+    assert "too hot" in (state.why_not("a", 2, 10.0) or "")

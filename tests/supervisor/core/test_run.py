@@ -390,3 +390,38 @@ def test_a_crash_loop_stops_after_max_without_progress(budget):
     outcome = world.state.outcome
     assert (outcome.outcome, outcome.exit_status, world.state.attempt) == ("failed", 1, budget)
     assert f"{budget} attempts without a new committed checkpoint" in outcome.detail
+
+
+def test_workers_that_start_and_never_meet_are_not_tried_for_ever():
+    # A port that the script itself wants and somebody holds: no crash of the job, and no reason to go on for days.
+    taken = {"rank": 0, "node": "a", "exitcode": 1, "order": 0, "step": 0,
+             "error": {"type": "OSError", "mro": ["OSError"], "message": "[Errno 98] Address already in use"}}  # fmt: skip
+    state = fold(*until_training()[:4])
+    t = 100.0
+    for _ in range(decisions.MAX_LAUNCH_FAILURES + 1):
+        t += 100.0
+        state, recorded, _ = decide(state, t)
+        if recorded and isinstance(recorded[-1], ev.RunEnded):
+            break
+        number = state.attempt
+        for event in (
+            ev.WorkersStarted(t=t, attempt=number, node="a"),
+            ev.FailureDetected(t=t, detected_t=t, attempt=number, node="a", rank=0, exitcode=1),
+            ev.AttemptEnded(t=t, attempt=number, node="a", exits=[taken]),
+        ):
+            state = run.apply(state, event)
+        state, recorded, _ = decide(state, t)
+        assert [e.severity for e in recorded if isinstance(e, ev.Interrupted)] == ["launch"]
+        for event in (ev.HealthReported(t=t, node="a"), ev.InventoryReported(t=t, node="a")):
+            state = run.apply(state, event)
+    assert state.status is Status.ENDED
+    assert "could not be launched" in state.outcome.detail
+
+
+def test_a_device_that_is_reported_unhealthy_in_use_again_and_again_rests():
+    state = fold(*until_training())
+    for t in (10.0, 20.0, 30.0):
+        assert state.usable("a", t) == (0, 1)
+        state = run.apply(state, ev.HealthReported(t=t, node="a", unhealthy=[1]))
+        state = run.apply(state, ev.HealthReported(t=t + 1, node="a", unhealthy=[]))
+    assert state.usable("a", 40.0) == (0,)
