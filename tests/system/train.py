@@ -82,10 +82,10 @@ def faults(step: int) -> None:
 def commit_fault(kind: str, step: int) -> None:
     if kind == "raise":
         raise RuntimeError(f"planted at step {step}")
-    if kind == "exit0":
     if kind == "nan":
         with torch.no_grad():
             next(iter(model.parameters()))[0, 0] = torch.nan
+    if kind == "exit0":
         os._exit(0)
     if kind == "exit3":
         sys.exit(3)
