@@ -31,6 +31,7 @@ from ckptd.launchers.base import Launcher
 from ckptd.ledger import Ledger
 from ckptd.link import Channel, Message
 from ckptd.node.tiers import marker_key
+from ckptd.place import Place
 from ckptd.rundir import RunDir, boot_id
 from ckptd.watch import Watch
 from ckptd_shim import contract
@@ -75,6 +76,7 @@ class Daemon:
         self._watch = Watch(
             Limits(enabled=hang.enabled, factor=hang.factor, floor_s=hang.floor, startup_s=hang.startup)
         )
+        self._home = Place(run_dir.path)
         self._turned = time.monotonic()
         self.web_address: str | None = None
         self._replay()
@@ -145,6 +147,11 @@ class Daemon:
             self._journal.close()
         finally:
             server.close()
+            if self._home.gone():  # what was written since is no run
+                contract.unlink_quietly(str(self.run_dir.control_path))
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.run_dir.path)
+            self._home.close()
             with contextlib.suppress(OSError):
                 os.unlink(self._socket_path)
         outcome = self.picture.run.outcome
@@ -163,6 +170,7 @@ class Daemon:
     def _tick(self) -> None:
         self._turned = time.monotonic()
         self.agents.mind(self.picture.run)
+        self._look_at_home()
         self._look_at_ranks()
         self._journal.retry()
         self._act()
@@ -206,6 +214,16 @@ class Daemon:
                 self.agents.say(node, ("stop", attempt), order)
             case _:
                 pass
+
+    def _look_at_home(self) -> None:
+        """Whether the run directory is still there: without it nobody can reach this run, and a second one may begin."""
+        if self.picture.run.request is None and self._home.gone():
+            self._note(
+                "error",
+                f"the run directory {self.run_dir.path} was removed or replaced while the run lives: saving and stopping. "
+                "Checkpoints are kept; `ckptd run` goes on from the newest as a new run, without this one's history",
+            )
+            self.request("stop", source="removed run directory", exit_status=ExitStatus.REQUEUE)
 
     def _look_at_ranks(self) -> None:
         """Whether they still move, and, now and then, where they are."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckptd.core import events as ev
+from ckptd.node import processes
 from ckptd_shim import contract
 from system.harness import TRAIN
 
@@ -99,6 +101,31 @@ def test_a_tier_that_cannot_be_written_is_said_before_anything_starts(make_job, 
     assert f"checkpoints cannot be written to {tmp_path}/file/ckpt/job: Not a directory" in job.output()
     assert job.events() == []
     assert not (job.run_dir / "agent-local.json").exists()
+
+
+@pytest.mark.parametrize("daemon", ["alive", "killed"])
+def test_a_run_directory_removed_under_its_run_ends_it_with_its_state_saved(make_job, reference, daemon):
+    job = make_job("--steps", "200", "--pause", "0.04")
+    job.start()
+    committed = job.wait_for(ev.SaveCommitted)
+    workers = job.workers()
+    if daemon == "killed":
+        job.process.kill()
+        job.process.wait()
+    shutil.rmtree(job.run_dir, ignore_errors=True)  # a file that is made meanwhile may keep it
+    shutil.rmtree(job.run_dir, ignore_errors=True)
+    if daemon == "alive":
+        assert job.wait() == 75, job.output()
+        assert f"the run directory {job.run_dir} was removed or replaced while the run lives" in job.output()
+        assert not job.run_dir.exists()
+    job.wait_until(lambda: not any(map(processes.identify, workers.values())), "the workers are gone")
+    shutil.rmtree(job.run_dir, ignore_errors=True)
+
+    assert job.run() == 0, job.output()
+    (launched,) = job.of(ev.AttemptLaunched)
+    assert launched.resume["step"] > committed.step, "saved when the directory was seen to be gone"
+    assert "of an earlier run named 'job'" in job.output()
+    assert job.losses() == reference(200)
 
 
 SET_BACK = """
