@@ -271,10 +271,11 @@ def test_step_before_resume_and_resume_twice_are_refused():
     shim.close()
 
 
-def test_the_package_exports_four_names_and_reads_the_contract_without_torch():
+def test_the_package_exports_five_names_and_reads_the_contract_without_torch():
     code = (
         "import sys, ckptd_shim.contract, ckptd_shim.digest, ckptd_shim as s; assert 'torch' not in sys.modules; "
-        "assert s.__all__ == ['CheckpointError', 'CheckpointMismatch', 'GlobalSampler', 'TrainerShim']; "
+        "assert s.__all__ == ['CheckpointError', 'CheckpointMismatch', 'GlobalSampler', 'StateRejected', "
+        "'TrainerShim']; "
         "assert issubclass(s.CheckpointMismatch, s.CheckpointError); assert 'torch' not in sys.modules; "
         "assert all(getattr(s, name).__name__ == name for name in s.__all__)"
     )
