@@ -27,6 +27,10 @@ SILENCE_S = 60.0
 LONGEST_TURN_S = 2.0
 """What one turn of the daemon's loop may count as silence: a daemon that itself stood still has heard nobody."""
 EXIT_PATIENCE_S = 10.0
+STOP_PATIENCE_S = 120.0
+"""What ending an attempt may take besides `stop_grace`. An agent that does not come to an end with it is replaced."""
+MAX_AGENT_KILLS = 3
+"""Kills of one agent in a row, after which it counts as one that cannot be killed."""
 
 
 @dataclass(kw_only=True)
@@ -55,6 +59,9 @@ class Agents:
         self._lost_contact: dict[str, float] = {}
         self._starts: dict[str, int] = {}
         self._turned = time.monotonic()
+        self.stop_patience_s = STOP_PATIENCE_S
+        self._stopping_s = 0.0
+        self._kills: dict[str, int] = {}
 
     # --- connections ---
 
@@ -81,6 +88,7 @@ class Agents:
             await previous.channel.close()
         self._lost_contact.pop(node, None)
         self._starts[node] = 0
+        self._kills[node] = 0
         return session
 
     def _refuse(self, hello: Message, node: str) -> str | None:
@@ -120,6 +128,7 @@ class Agents:
             return
         now = time.monotonic()
         passed, self._turned = min(now - self._turned, LONGEST_TURN_S), now
+        self._stopping_s = self._stopping_s + passed if state.status is Status.STOPPING else 0.0
         for node in self._launcher.nodes():
             session = self._sessions.get(node)
             if session is not None:
@@ -127,13 +136,20 @@ class Agents:
                 if session.silent_s > SILENCE_S:
                     log.warning("the agent of node %s has said nothing for %.0f s; it is replaced", node, SILENCE_S)
                     session.silent_s = 0.0
-                    self._launcher.kill(node)
+                    self._kill(node)
+                elif (
+                    self._stopping_s > self.stop_patience_s and node in state.placement and not state.nodes[node].ended
+                ):
+                    log.warning("the agent of node %s does not end attempt %d; it is replaced", node, state.attempt)
+                    self._stopping_s = 0.0
+                    self._kill(node)
                 continue
             if self._launcher.alive(node):
                 since = self._lost_contact.setdefault(node, now)
                 if now - since > REDIAL_PATIENCE_S:
                     log.warning("the agent of node %s does not dial back; it is replaced", node)
-                    self._launcher.kill(node)
+                    self._lost_contact[node] = now
+                    self._kill(node)
                 continue
             known = state.nodes.get(node)
             if (
@@ -143,6 +159,19 @@ class Agents:
             ):
                 self._happened(events.AgentLost(t=self._now(), node=node, why=self._launcher.why_dead(node)))
             self._start(node)
+
+    def _kill(self, node: str) -> None:
+        kills = self._kills[node] = self._kills.get(node, 0) + 1
+        if kills > MAX_AGENT_KILLS:
+            self._happened(
+                events.RunEnded(
+                    t=self._now(), outcome="unavailable", exit_status=ExitStatus.UNAVAILABLE,
+                    detail=f"the agent of node {node} cannot be killed, and what it launched may live: "
+                    "look at the machine before this run is started again",
+                )
+            )  # fmt: skip
+            return
+        self._launcher.kill(node)
 
     def _start(self, node: str) -> None:
         started = self._starts.get(node, 0)
@@ -156,6 +185,7 @@ class Agents:
             )  # fmt: skip
             return
         self._starts[node] = started + 1
+        self._kills[node] = 0
         try:
             self._launcher.start(node)
         except CkptdError as error:

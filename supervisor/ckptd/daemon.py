@@ -81,6 +81,7 @@ class Daemon:
         self.web_address: str | None = None
         self._replay()
         self.agents = Agents(launcher=launcher, run_id=run_id, happened=self.happened, now=self.clock.now)
+        self.agents.stop_patience_s += spec.restart.stop_grace
 
     # --- history and time ---
 

@@ -4,7 +4,7 @@ A connection begins with one line that says who dials: an agent's `hello`, or a 
 
     agent -> daemon   hello {node, agent_id, pid, devices, running, ...}
                       event {seq, kind, attempt, rank, age_s, data}     kept until acknowledged, sent again after a redial
-                      live  {ranks, ...}                                where training is; never kept
+                      live  {mono, ranks, ...}                          where training is; never kept
     daemon -> agent   welcome {settings, acknowledged} | refused {why}
                       ack {seq}                                         the ledger has every event up to `seq`
                       launch | stop | control | ask | stacks | exit     orders
@@ -154,7 +154,7 @@ class AgentLink:
     def live(self, message: Message) -> None:
         """Tell where training is, if anybody listens."""
         if self._channel is not None:
-            self._channel.send({"type": "live", **message})
+            self._channel.send({"type": "live", "mono": time.monotonic(), **message})
 
     async def run(self) -> None:
         """Dial for ever. Returns only when cancelled."""

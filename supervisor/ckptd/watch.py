@@ -15,6 +15,10 @@ PROGRESS_INTERVAL_S = 60.0
 FIRST_PROGRESS_S = 3.0
 FRESH_S = 5.0
 """An older heartbeat is no news of where training is."""
+LAUNCH_S = 300.0
+"""How long a launch may take before the first sign of any rank is waited for."""
+LONGEST_TURN_S = 2.0
+"""What one look may count as waiting: a daemon that itself stood still has waited for nobody."""
 
 
 class Watch:
@@ -22,7 +26,10 @@ class Watch:
 
     def __init__(self, limits: Limits) -> None:
         self.live: status.Live = {}
+        self._limits = limits
         self._detector = Detector(limits=limits)
+        self._mute_s = 0.0
+        self._looked = time.monotonic()
         self._heard = 0.0
         self._progress_due = 0.0
 
@@ -31,6 +38,7 @@ class Watch:
         match event:
             case events.AttemptLaunched():
                 self._detector.begin()
+                self._mute_s = 0.0
                 self.live = {}
             case events.FirstStep():
                 self._progress_due = time.monotonic() + FIRST_PROGRESS_S
@@ -45,7 +53,8 @@ class Watch:
         # A new table: another thread may be reading the old one.
         self.live = {**self.live, **message["ranks"]}
         beats = {int(rank): Beat(step=b["step"], phase=b["phase"]) for rank, b in message["ranks"].items()}
-        self._detector.feed(beats, self._heard)
+        # By the sender's clock: messages that waited for a daemon which stood still are read in a moment.
+        self._detector.feed(beats, float(message.get("mono", self._heard)))
 
     @property
     def heartbeat_at(self) -> float | None:
@@ -54,15 +63,30 @@ class Watch:
 
     def hang(self, state: RunState, t: float) -> events.FailureDetected | None:
         """The hang that there is now, if there is one."""
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, LONGEST_TURN_S), now
         if state.status not in LIVE:
             return None
-        hang = self._detector.hung(time.monotonic(), expected=state.world_size)
+        if self._detector.blank:
+            return self._mute(state, t, passed)
+        hang = self._detector.hung(expected=state.world_size)
         if hang is None:
             return None
         where = device_of_rank(state.placement, hang.rank)
         return events.FailureDetected(
             t=max(0.0, t - hang.silent_s), detected_t=t, attempt=state.attempt, node=where and where[0], rank=hang.rank,
             step=max(state.step, hang.step), hang=True, detail=hang.detail,
+        )  # fmt: skip
+
+    def _mute(self, state: RunState, t: float, passed: float) -> events.FailureDetected | None:
+        """No rank has ever been heard of: a launch that stands, or interpreters that do not even begin."""
+        self._mute_s += passed
+        limit = self._limits.startup_s + LAUNCH_S
+        if not self._limits.enabled or self._mute_s <= limit:
+            return None
+        return events.FailureDetected(
+            t=max(0.0, t - self._mute_s), detected_t=t, attempt=state.attempt, step=state.step, hang=True,
+            detail=f"no worker has shown a sign of life within {limit:.0f} s of the launch",
         )  # fmt: skip
 
     def progress(self, state: RunState, t: float) -> events.Progress | None:

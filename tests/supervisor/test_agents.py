@@ -98,3 +98,31 @@ def test_a_daemon_that_stood_still_itself_blames_nobody(office, monkeypatch):
     office.mind(connected=True)
     assert office.launcher.killed == []
     assert session.silent_s <= agents_module.LONGEST_TURN_S
+
+
+def stopping(**node):
+    return RunState(
+        status=Status.STOPPING, attempt=1, placement={"local": (0,)}, nodes={"local": Node(connected=True, **node)}
+    )
+
+
+def test_one_that_does_not_come_to_an_end_with_an_attempt_is_replaced(office, monkeypatch):
+    monkeypatch.setattr(agents_module, "LONGEST_TURN_S", 60.0)
+    for ended, killed in ((True, []), (False, ["local"])):
+        office.agents._sessions["local"] = agents_module.Session(node="local", agent_id="a", channel=None)
+        for _ in range(3):
+            office.agents._sessions["local"].silent_s = 0.0  # it speaks
+            office.agents._turned -= 50.0
+            office.agents.mind(stopping(ended=ended))
+        assert office.launcher.killed == killed
+        office.mind(connected=True)
+
+
+def test_one_that_cannot_be_killed_ends_the_run(office, monkeypatch):
+    monkeypatch.setattr(agents_module, "REDIAL_PATIENCE_S", -1.0)
+    office.launcher.kill = office.launcher.killed.append
+    for _ in range(agents_module.MAX_AGENT_KILLS + 1):
+        assert office.happened == []
+        office.mind(connected=True)
+    assert [(e.outcome, e.exit_status) for e in office.happened] == [("unavailable", 69)]
+    assert len(office.launcher.killed) == agents_module.MAX_AGENT_KILLS

@@ -59,23 +59,34 @@ class Hang:
 
 @dataclass(kw_only=True, slots=True)
 class Detector:
-    """Watches the ranks of a run. Fed with every picture of the ranks; times are any monotonic clock's, seconds."""
+    """Watches the ranks of a run. Fed with every picture of the ranks; times are a monotonic clock's, seconds.
+
+    Each rank may have a clock of its own: only times of one rank are ever compared.
+    """
 
     limits: Limits = field(default_factory=Limits)
     normal: dict[str, list[float]] = field(default_factory=dict)
     _beats: dict[int, Beat] = field(default_factory=dict)
     _since: dict[int, float] = field(default_factory=dict)
+    _heard: dict[int, float] = field(default_factory=dict)
 
     def begin(self) -> None:
         """A new attempt: nobody has been silent yet."""
         self._beats.clear()
         self._since.clear()
+        self._heard.clear()
+
+    @property
+    def blank(self) -> bool:
+        """No rank of the attempt has been heard of."""
+        return not self._beats
 
     def feed(self, beats: Mapping[int, Beat], now: float) -> None:
         """Take a picture of the ranks."""
         # A rank that waits for another one's eval is silent for longer than a step of its own would take.
         waiting = any(beat.phase in DECLARED for beat in self._beats.values())
         for rank, beat in beats.items():
+            self._heard[rank] = now
             before = self._beats.get(rank)
             if before == beat:
                 continue
@@ -106,32 +117,33 @@ class Detector:
         usual = sorted(known)[min(len(known) - 1, math.ceil(QUANTILE * len(known)) - 1)]
         return max(self.limits.floor_s, self.limits.factor * usual)
 
-    def hung(self, now: float, *, expected: int) -> Hang | None:
+    def hung(self, now: float | None = None, *, expected: int) -> Hang | None:
         """The hang, if training does not move: every rank is silent beyond the limit of its phase.
 
         Ranks wait for each other, so one that stands makes all stand; while any of them moves, the others only wait.
-        `expected` ranks must have been heard of, except where those that were are all beyond their limits.
+        `expected` ranks must have been heard of, except where those that were are all beyond their limits. `now` None:
+        judged by what was last heard of each rank, so that a watcher who hears nothing does not take that for silence.
         """
         if not self.limits.enabled or not self._beats:
             return None
-        silences = {rank: now - since for rank, since in self._since.items()}
+        silences = {rank: (self._heard[rank] if now is None else now) - since for rank, since in self._since.items()}
         late = [rank for rank in silences if silences[rank] > self.limit(self._beats[rank].phase)]
         ended = [rank for rank, beat in self._beats.items() if beat.phase == "end"]
         if not late or len(late) + len([r for r in ended if r not in late]) < len(self._beats):
             return None
         if len(self._beats) < expected and max(silences.values()) < self.limits.startup_s:
             return None  # the others may still be on their way
-        rank = self._suspect(late)
+        rank = self._suspect(late, silences)
         beat = self._beats[rank]
         return Hang(
             rank=rank, phase=beat.phase, step=beat.step, silent_s=silences[rank], limit_s=self.limit(beat.phase)
         )
 
-    def _suspect(self, late: list[int]) -> int:
+    def _suspect(self, late: list[int], silences: Mapping[int, float]) -> int:
         """The rank that is furthest behind; where several are, the one whose phase is not the others'."""
         late = [rank for rank in late if self._beats[rank].phase != "end"] or late
         behind = min(self._beats[rank].step for rank in late)
         candidates = [rank for rank in late if self._beats[rank].step == behind]
         phases = [beat.phase for beat in self._beats.values()]
         # The rarest phase first; then who has been silent longest.
-        return min(candidates, key=lambda r: (phases.count(self._beats[r].phase), self._since[r], r))
+        return min(candidates, key=lambda r: (phases.count(self._beats[r].phase), -silences[r], r))

@@ -59,6 +59,10 @@ class ReportTail:
         return lines
 
 
+LONGEST_MESSAGE = 8192
+LONGEST_TRACEBACK = 16_384
+
+
 def read_pulses(attempt_dir: str, ranks: list[int]) -> dict[int, contract.Pulse]:
     """The newest heartbeat of each rank that has a page."""
     pulses: dict[int, contract.Pulse] = {}
@@ -102,7 +106,19 @@ def tail_of(path: str, limit: int = 4096) -> str:
 
 
 def read_error(path: str) -> dict[str, Any] | None:
-    """A rank's error file, in our form or in torch's own (`{"message": {"message", "extraInfo": {...}}}`)."""
+    """A rank's error file, in our form or in torch's own (`{"message": {"message", "extraInfo": {...}}}`).
+
+    Long texts are cut, a message at its end and a traceback at its beginning: the errors of all ranks have to fit into
+    one message, and the file itself stays where it is.
+    """
+    document = _read_error(path)
+    if document is None:
+        return None
+    message, traceback = str(document.get("message") or ""), str(document.get("traceback") or "")
+    return {**document, "message": message[:LONGEST_MESSAGE], "traceback": traceback[-LONGEST_TRACEBACK:]}
+
+
+def _read_error(path: str) -> dict[str, Any] | None:
     try:
         with open(path, "rb") as file:
             document = json.load(file)
