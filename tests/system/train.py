@@ -26,6 +26,7 @@ parser.add_argument("--width", type=int, default=32, help="of the hidden layer: 
 parser.add_argument("--losses", default="")
 parser.add_argument("--dropout", type=float, default=0.2)
 parser.add_argument("--orders", help="directory in which a file rank<k> holds the fault that rank k is to have now")
+parser.add_argument("--stuck", default="", help="file that no read returns from")
 parser.add_argument("--linger", action="store_true", help="rank 1 does not end after the end")
 parser.add_argument("--fault", action="append", default=[], help="KIND:STEP[:RANK[:ATTEMPT]], at the end of that step")
 args = parser.parse_args()
@@ -103,6 +104,13 @@ def commit_fault(kind: str, step: int) -> None:
         path.read_bytes()  # nobody writes
     if kind == "mismatch":
         dist.broadcast(torch.zeros(1), src=1)
+    if kind == "stuck":
+        Path(args.stuck).read_bytes()
+    if kind == "stuckthread":
+        # A thread that cannot be killed, in a process whose main thread can.
+        threading.Thread(target=Path(args.stuck).read_bytes, daemon=True).start()
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
     if kind == "daemon":
         # A process of its own session, without a parent and without any mark of ours, that holds a port.
         subprocess.run(
