@@ -439,6 +439,8 @@ def _unreadable(state: RunState) -> str:
         found = f"none of the committed checkpoints is whole ({problems})"
     else:
         found = "this run has committed checkpoints, and none is where its tiers say"
+        if state.committed is not None and state.committed.path:  # a copied job.yaml of the same name has another tier
+            found += f"; the newest, of step {state.committed.step}, was {state.committed.path}"
     return (
         f"{found}. ckptd does not begin again from step 0 on its own: repair or put back a checkpoint, "
         "or start a new run under another name"

@@ -116,7 +116,7 @@ def test_started_again_by_hand_the_newest_checkpoint_on_disk_is_tried_first_what
 
 def test_a_commit_in_the_ledger_alone_is_reason_enough_not_to_begin_again():
     lost = [
-        *until_training(), ev.SaveCommitted(t=7.0, attempt=1, step=10, sequence=1),
+        *until_training(), ev.SaveCommitted(t=7.0, attempt=1, step=10, sequence=1, path="/c/step_10"),
         ev.FailureDetected(t=8.0, detected_t=8.0, attempt=1, node="a", rank=0, exitcode=-9),
         ev.AttemptEnded(t=9.0, attempt=1, node="a", exits=[{"rank": 0, "exitcode": -9}]),
     ]  # fmt: skip
@@ -126,6 +126,7 @@ def test_a_commit_in_the_ledger_alone_is_reason_enough_not_to_begin_again():
     _, recorded, _ = decide(state, 9.0)
     assert [(e.outcome, e.exit_status) for e in recorded] == [("failed", 1)]
     assert "does not begin again" in recorded[0].detail
+    assert "the newest, of step 10, was /c/step_10" in recorded[0].detail
 
 
 def test_an_orphaned_node_is_stopped_before_anything_else_happens():
