@@ -357,12 +357,17 @@ def _interruption(state: RunState, t: float) -> events.Interrupted:
 
 def _with_kernel_evidence(found: diagnosis.Diagnosis, exits: tuple[dict[str, Any], ...]) -> diagnosis.Diagnosis:
     """What the GPU's driver reported outweighs what the workers made of it."""
-    reported = [text for found_ in exits for text in found_.get("xids", [])]
+    reported = [(text, found_) for found_ in exits for text in found_.get("xids", [])]
     lost = any(found_.get("gpu_lost") for found_ in exits)
     if not reported and not lost:
         return found
-    text = reported[0] if reported else "a GPU has fallen off the bus"
-    return dataclasses.replace(found, cause="device_error", severity="device", detail=f"{found.detail}; {text}")
+    text, of = reported[0] if reported else ("a GPU has fallen off the bus", {})
+    # Where several ranks have the same line, it is not known whose GPU it is about: the one that failed is likeliest.
+    alone = len({found_.get("rank") for _, found_ in reported}) == 1
+    return dataclasses.replace(
+        found, cause="device_error", severity="device", detail=f"{found.detail}; {text}",
+        rank=of["rank"] if alone else found.rank, node=(of.get("node") or found.node) if alone else found.node,
+    )  # fmt: skip
 
 
 def _end(

@@ -231,6 +231,7 @@ class Agent:
             stop_grace_s=self.settings.stop_grace_s,
             oom=OomCounter(),
             kernel=self._kernel,
+            buses=self.devices.buses(dict(zip(order["ranks"], order["devices"], strict=True))),
         )
         self.attempt = attempt
         self._orders.put((attempt, order))
@@ -298,7 +299,8 @@ class Agent:
             contract.ENV_ATTEMPT: str(order["context"]["attempt"]),
         }
         if self.devices.gpus:
-            common["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in indices)
+            # By identity: the numbers are the driver's own, CUDA may count otherwise, and all shift when a GPU is lost.
+            common["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices.identity(index) for index in indices)
         return {local: {**common, "CKPTD_DEVICE": str(index)} for local, index in enumerate(indices)}
 
     def _stop(self, number: int, *, grace: bool, stacks: bool) -> None:
@@ -402,6 +404,7 @@ class Agent:
         before: set[processes.Process] = set()
         while True:
             await asyncio.sleep(REAP_INTERVAL_S)
+            self._kernel.look()
             attempt = self.attempt
             if attempt is not None and not attempt.workers:
                 continue  # whom the launch has started is not known yet

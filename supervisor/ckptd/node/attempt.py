@@ -64,6 +64,8 @@ class Attempt:
     stop_grace_s: float = 3.0
     oom: OomCounter = field(default_factory=OomCounter)
     kernel: KernelLog | None = None
+    buses: Mapping[int, str] = field(default_factory=dict)
+    """rank -> PCI address of its GPU, where that is known."""
     workers: dict[int, Process] = field(default_factory=dict)
     exits: dict[int, Exit] = field(default_factory=dict)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -317,6 +319,11 @@ class Attempt:
             with contextlib.suppress(OSError):
                 os.killpg(worker.pid, number)
 
+    def _is_of(self, rank: int, bus: str) -> bool:
+        """Whether a rank's GPU has this address: a neighbour's fault, or another job's, is not its own."""
+        own = self.buses.get(rank)
+        return own is None or kernel_log.same_bus(own, bus)
+
     def evidence(self) -> list[dict[str, Any]]:
         """What is known of each worker's end, in the form that the diagnosis reads."""
         first = min((e.mono for e in self.exits.values()), default=0.0)
@@ -336,7 +343,11 @@ class Attempt:
                     "killed_by_us": exit_.killed_by_us if exit_ is not None else True,
                     "left_early": exit_ is not None and exit_.exitcode == 0 and self._left_early(rank),
                     "oom_killed": oom or (bool(kernel.oom_killed) and self.workers[rank].pid in kernel.oom_killed),
-                    "xids": [f"Xid {x.number} on {x.bus}: {x.text}" for x in kernel.xids if x.blames_device],
+                    "xids": [
+                        f"Xid {x.number} on {x.bus}: {x.text}"
+                        for x in kernel.xids
+                        if x.blames_device and self._is_of(rank, x.bus)
+                    ],
                     "gpu_lost": kernel.lost,
                     "stacks": tail_of(self._stacks_path(rank), 16_384) if self._wants_stacks else "",
                     "error": read_error(os.path.join(self.directory, contract.error_name(rank))),

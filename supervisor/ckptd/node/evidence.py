@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
+from collections import deque
 
 from ckptd.core import kernel_log
 
+RECENT_S = 300.0
+"""What the kernel said longer ago is not about a death of now."""
+KEPT = 1000
+"""Lines of interest that are kept."""
 _CGROUP = "/sys/fs/cgroup"
 
 
@@ -55,10 +61,15 @@ def _oom_file() -> str | None:
 
 
 class KernelLog:
-    """Follows /dev/kmsg from where it is now; where that may not be read, it finds nothing."""
+    """Follows /dev/kmsg from where it is now; where that may not be read, it finds nothing.
+
+    Lines get the time at which they are read, so `look` wants to be called now and then: the kernel's own stamps drift
+    away from every clock that we have.
+    """
 
     def __init__(self) -> None:
         self._fd: int | None = None
+        self._lines: deque[tuple[float, str]] = deque(maxlen=KEPT)
         try:
             self._fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.lseek(self._fd, 0, os.SEEK_END)
@@ -66,8 +77,16 @@ class KernelLog:
             self.close()
 
     def news(self) -> kernel_log.Findings:
-        """What was logged since the last call."""
-        lines: list[str] = []
+        """What was logged since the last call, in the last `RECENT_S` seconds."""
+        self.look()
+        now = time.monotonic()
+        found = kernel_log.read(line for at, line in self._lines if now - at <= RECENT_S)
+        self._lines.clear()
+        return found
+
+    def look(self) -> None:
+        """Read what was logged, and keep what is of interest."""
+        nothing = kernel_log.Findings()
         while self._fd is not None:
             try:
                 record = os.read(self._fd, 8192)
@@ -77,8 +96,9 @@ class KernelLog:
                 continue  # the ring overran us: go on with what is left of it
             except OSError:
                 break
-            lines.append(re.sub(rb"^[^;]*;", b"", record, count=1).decode(errors="replace"))
-        return kernel_log.read(lines)
+            line = re.sub(rb"^[^;]*;", b"", record, count=1).decode(errors="replace")
+            if kernel_log.read([line]) != nothing:
+                self._lines.append((time.monotonic(), line))
 
     def close(self) -> None:
         if self._fd is not None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,15 @@ class Devices:
     def indices(self) -> list[int]:
         return [int(device["index"]) for device in self.devices]
 
+    def identity(self, index: int) -> str:
+        """What a device is called whatever its index."""
+        return next(str(d["id"]) for d in self.devices if int(d["index"]) == index)
+
+    def buses(self, places: Mapping[int, int]) -> dict[int, str]:
+        """PCI address by rank, for the devices that have one; `places`: rank -> index."""
+        known = {int(d["index"]): str(d["bus"]) for d in self.devices if d.get("bus")}
+        return {rank: known[index] for rank, index in places.items() if index in known}
+
 
 def find_devices(wanted: int | None) -> Devices:
     """The devices to train on; `wanted` None means `auto`.
@@ -46,7 +56,7 @@ def find_devices(wanted: int | None) -> Devices:
     Raises:
         LaunchError: `auto` on a node without GPUs, or more GPUs wanted than there are.
     """
-    gpus = _nvml_devices()
+    gpus = visible(_nvml_devices(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus:
         if wanted is not None and wanted > len(gpus):
             raise LaunchError(f"cluster.devices_per_node is {wanted}, but this node has {len(gpus)} GPUs")
@@ -57,6 +67,24 @@ def find_devices(wanted: int | None) -> Devices:
             "`ckptd[gpu]`); without GPUs say how many CPU workers a node runs: devices_per_node: 2"
         )
     return Devices(gpus=False, devices=[{"index": i, "id": f"cpu-slot-{i}", "name": "cpu"} for i in range(wanted)])
+
+
+def visible(devices: list[dict[str, Any]], setting: str | None) -> list[dict[str, Any]]:
+    """Those of a node's GPUs that `CUDA_VISIBLE_DEVICES` lets this job use: NVML itself shows the neighbours' as well.
+
+    As CUDA reads it: indices or beginnings of identities, in that order, up to the first that names no device.
+    """
+    if setting is None:
+        return devices
+    found: list[dict[str, Any]] = []
+    for name in (part.strip() for part in setting.split(",")):
+        named = [
+            d for d in devices if (name.isdecimal() and int(name) == d["index"]) or (name and d["id"].startswith(name))
+        ]
+        if len(named) != 1 or named[0] in found:
+            break
+        found += named
+    return found
 
 
 def _nvml_devices() -> list[dict[str, Any]]:
@@ -71,7 +99,8 @@ def _nvml_devices() -> list[dict[str, Any]]:
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
-            found.append({"index": index, "id": _text(uuid), "name": _text(name)})
+            bus = pynvml.nvmlDeviceGetPciInfo(handle).busId
+            found.append({"index": index, "id": _text(uuid), "name": _text(name), "bus": _text(bus)})
     except pynvml.NVMLError:
         return []
     return found
@@ -81,14 +110,14 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _nvml_unhealthy(indices: list[int]) -> Health:
+def _nvml_unhealthy(devices: Devices) -> Health:
     # A device that NVML cannot reach, or that asks for a reset, is not launched on.
     import pynvml
 
     bad: dict[int, str] = {}
-    for index in indices:
+    for index in devices.indices:
         try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            handle = pynvml.nvmlDeviceGetHandleByUUID(devices.identity(index))
             pynvml.nvmlDeviceGetMemoryInfo(handle)
         except pynvml.NVMLError as error:
             bad[index] = str(error)
@@ -99,7 +128,7 @@ async def ask(devices: Devices, command: list[str] | None) -> Health:
     """Ask NVML and `health.command`. What cannot be asked is not held against a device, but said in `detail`."""
     known = Health()
     if devices.gpus:
-        known = await asyncio.to_thread(_nvml_unhealthy, devices.indices)
+        known = await asyncio.to_thread(_nvml_unhealthy, devices)
     if command is None:
         return known
     told = await _run_command(command, devices.indices)

@@ -427,3 +427,16 @@ def test_a_device_that_is_reported_unhealthy_in_use_again_and_again_rests():
         state = run.apply(state, ev.HealthReported(t=t, node="a", unhealthy=[1]))
         state = run.apply(state, ev.HealthReported(t=t + 1, node="a", unhealthy=[]))
     assert state.usable("a", 40.0) == (0,)
+
+
+def test_an_error_of_a_gpu_is_put_down_to_the_rank_that_has_it():
+    history = [
+        *until_training(),
+        ev.FailureDetected(t=9.0, detected_t=9.0, attempt=1, node="a", rank=0, exitcode=-9),
+        ev.AttemptEnded(t=9.5, attempt=1, node="a", exits=[
+            {"rank": 0, "node": "a", "exitcode": -9, "order": 0},
+            {"rank": 1, "node": "a", "exitcode": -9, "order": 1, "killed_by_us": True, "xids": ["Xid 48 on 9b:00: DBE"]},
+        ]),
+    ]  # fmt: skip
+    _, (interrupted,), _ = decide(fold(*history))
+    assert (interrupted.rank, interrupted.cause, interrupted.severity) == (1, "device_error", "device")

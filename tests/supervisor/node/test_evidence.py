@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.node import evidence
 from ckptd.node.evidence import KernelLog, OomCounter
 
 
@@ -63,3 +64,23 @@ def test_a_kill_for_memory_leaves_evidence(small_cgroup):
 def test_without_a_kill_there_is_none():
     counter = OomCounter()
     assert not counter.rose()
+
+
+def test_what_the_kernel_said_long_ago_is_not_about_now(monkeypatch):
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    log = KernelLog()
+    log.close()
+    log._fd = reader  # a record a read, as of /dev/kmsg
+    try:
+        os.write(writer, b"3,1,1000,-;NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus.")
+        log.look()
+        monkeypatch.setattr(evidence, "RECENT_S", -1.0)
+        assert not log.news().xids
+        monkeypatch.undo()
+        os.write(writer, b"3,2,2000,-;NVRM: Xid (PCI:0000:9c:00): 48, DBE")
+        log.look()
+        assert [x.number for x in log.news().xids] == [48]
+        assert not log.news().xids, "told twice"
+    finally:
+        log.close()
+        os.close(writer)

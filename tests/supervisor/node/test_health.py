@@ -69,3 +69,24 @@ def test_no_gpu_and_no_number():
     with pytest.raises(LaunchError, match="devices_per_node: 2"):
         health.find_devices(None)
     assert health.find_devices(3).indices == [0, 1, 2]
+
+
+GPUS = [{"index": i, "id": f"GPU-{name}", "name": "gpu", "bus": f"00000000:{i}0:00.0"} for i, name in enumerate("abcd")]
+
+
+@pytest.mark.parametrize(
+    ("setting", "indices"),
+    [
+        (None, [0, 1, 2, 3]), ("2,3", [2, 3]), ("3, 1", [3, 1]), ("GPU-c,0", [2, 0]), ("", []), ("-1", []),
+        ("1,7,2", [1]), ("1,1,2", [1]), ("GPU-", []), ("NoDevFiles", []),
+    ],
+)  # fmt: skip
+def test_only_the_gpus_that_this_job_was_given_are_its_own(setting, indices):
+    assert [d["index"] for d in health.visible(GPUS, setting)] == indices
+
+
+def test_a_device_has_its_name_and_its_place_whatever_its_rank():
+    devices = health.Devices(gpus=True, devices=health.visible(GPUS, "3,1"))
+    assert devices.identity(3) == "GPU-d"
+    assert devices.buses({0: 1, 1: 3}) == {0: "00000000:10:00.0", 1: "00000000:30:00.0"}
+    assert DEVICES.buses({0: 0}) == {}
