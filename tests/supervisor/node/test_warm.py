@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,6 +14,7 @@ import time
 import pytest
 from shim.test_launch import SAME
 
+from ckptd.node import processes, warm
 from ckptd.node.warm import Cold, ForkServer, Recipe, Warmth, become_subreaper
 
 TIMEOUT = 90
@@ -254,6 +256,52 @@ def test_a_server_that_died_is_replaced(subreaper, tmp_path):
         os.kill(warmth.pid, signal.SIGKILL)
         with pytest.raises(Cold):
             warmth.fork([{}])
+        assert Warm(warmth, tmp_path, str(script)).wait()[:2] == (0, "ran\n")
+    finally:
+        warmth.close()
+
+
+def test_a_server_that_does_not_answer_forks_nothing_later(subreaper, tmp_path, monkeypatch):
+    # Its order is in its socket: were it let go on, there would be two of that rank.
+    monkeypatch.setattr(warm, "FORK_TIMEOUT_S", 0.3)
+    script = tmp_path / "script.py"
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    server = ForkServer(recipe(tmp_path))
+    server.start()
+    try:
+        server.wait_ready()
+        pid = server.pid
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(Cold, match="does not answer"):
+            Warm(server, tmp_path, str(script))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+        deadline = time.monotonic() + 20
+        while processes.read_stat(pid) is not None or processes.dead_children():
+            assert time.monotonic() < deadline, "it lives on"
+            processes.reap(processes.dead_children())
+            time.sleep(0.01)
+        assert not (tmp_path / "ran").exists()
+    finally:
+        server.close()
+
+
+def test_a_server_that_was_late_once_is_not_waited_for_again(subreaper, tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')\n")
+    warmth = Warmth(recipe(tmp_path, "slow"))
+    try:
+        monkeypatch.setattr(warm, "READY_TIMEOUT_S", 0.3)
+        with pytest.raises(Cold, match="not ready within"):
+            warmth.fork([{}])
+        monkeypatch.setattr(warm, "READY_TIMEOUT_S", 1e6)
+        with pytest.raises(Cold, match="not ready within"):
+            warmth.fork([{}])
+        (tmp_path / "go").touch()
+        warmth._server.wait_ready(TIMEOUT)
         assert Warm(warmth, tmp_path, str(script)).wait()[:2] == (0, "ran\n")
     finally:
         warmth.close()
