@@ -127,7 +127,9 @@ def stop(run: str | None, as_json: bool, now: bool, wait: bool) -> int:
         print(json.dumps({"accepted": True, "outcome": document["outcome"] if document else None}))
     else:
         outcome = document["outcome"] if document else None
-        print(outcome["detail"] if outcome else answer.get("why") or "asked to save and stop")
+        print(
+            f"{outcome['outcome']}: {outcome['detail']}" if outcome else answer.get("why") or "asked to save and stop"
+        )
     return ExitStatus.FINISHED
 
 

@@ -378,12 +378,12 @@ def _end(
 
 def _where_to_go_on(state: RunState) -> str:
     if state.committed is None and not state.ever_committed:
-        return "stopped; nothing was committed yet, `ckptd run` will begin at step 0"
+        return "nothing was committed yet, `ckptd run` will begin at step 0"
     step = state.committed.step if state.committed is not None else (state.resume or {}).get("step", 0)
     lost = state.step - step
     why = "the last save failed" if state.rejection is None else "the guard refused the last state"
     unsaved = f"; {why} and {lost} steps after it are lost" if lost > 0 else ""
-    return f"stopped; the state at step {step} is committed, `ckptd run` goes on from there{unsaved}"
+    return f"the state at step {step} is committed, `ckptd run` goes on from there{unsaved}"
 
 
 def _budget_spent(state: RunState) -> str | None:
