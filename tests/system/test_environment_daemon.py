@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ckptd.core import events as ev
 from ckptd.node import processes
 from ckptd_shim import contract
-from system.harness import TRAIN
+from system.harness import PATIENCE_S, TRAIN
 
 pytestmark = pytest.mark.system
 
@@ -236,11 +236,12 @@ class Watch:
     def __init__(self, url):
         self.answers = []
         self._url = url
-        self._over = threading.Event()
+        self._answered, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._look)
 
     def __enter__(self):
         self._thread.start()
+        assert self._answered.wait(PATIENCE_S), "no answer"  # what it says before anything happens is the first
         return self
 
     def __exit__(self, *_):
@@ -252,6 +253,7 @@ class Watch:
             answer = page(self._url)
             if answer not in self.answers[-1:]:
                 self.answers.append(answer)
+                self._answered.set()
             self._over.wait(0.01)
 
 
