@@ -274,6 +274,7 @@ def launch(tmp_path, monkeypatch, guard):
     monkeypatch.setenv(ENV_LAUNCH, str(tmp_path / "launch.json"))
 
 
+@pytest.mark.filterwarnings("error:Converting a tensor")
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_a_script_s_loss_is_looked_at_when_it_is_saved(tmp_path, monkeypatch, kind):
     launch(tmp_path, monkeypatch, Guard(loss_spike=8.0))
@@ -284,7 +285,8 @@ def test_a_script_s_loss_is_looked_at_when_it_is_saved(tmp_path, monkeypatch, ki
     bad = {20: math.nan, 40: 50.0}
     for step in range(1, 51):
         shim._schedule._next = step  # an agreement at each step, as steps of a second would have
-        shim.step(loss=kind(bad.get(step, 2.0 + noise.uniform(-0.1, 0.1))))
+        loss = kind(bad.get(step, 2.0 + noise.uniform(-0.1, 0.1)))
+        shim.step(loss=loss.requires_grad_() if isinstance(loss, torch.Tensor) else loss)
         shim._saver.wait()
     shim.close()
     lines = [line for line in reports(tmp_path / REPORT_FILE) if line["kind"].startswith("save")]

@@ -444,7 +444,8 @@ class TrainerShim:
         self._begun_step = step
         self._pulse.phase(Phase.SAVE)
         if loss is not None:
-            self._loss.value = float(loss)  # a save waits for the GPU anyway
+            # A save waits for the GPU anyway.
+            self._loss.value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         known = loss is not None or self._loss_is_of(step)
         problem = self._loss_watch.problem(self._loss.value) if known else None
         self._saver.save(self._capture, position=self._position(), loss=self._loss.finite, loss_problem=problem)
