@@ -43,7 +43,7 @@ def test_a_rank_that_survives_sigkill_costs_its_device_and_nothing_else(warm, fa
     status = job.status()
     assert [(d["index"], "cannot be killed" in d["why"]) for d in status["devices_left_out"]] == [(2, True)]
     assert job.wait() == 0, job.output()
-    assert [e.world_size for e in job.of(ev.AttemptLaunched)] == [3, 2]
+    assert [e.world_size for e in job.of(ev.AttemptLaunched)] == [3, 2], job.story()
     assert [len(e.unkillable) for e in job.of(ev.AttemptEnded)] == [1, 0]
     assert processes.alive(known)
     stuck.close()

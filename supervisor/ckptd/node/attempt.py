@@ -190,7 +190,9 @@ class Attempt:
             exitcode=exitcode,
             mono=mono,
             order=len(self.exits),
-            killed_by_us=rank in self._killing and exitcode in (-signal.SIGKILL, -signal.SIGTERM),
+            # Nobody else sends the signal that asks for stacks; it ends an interpreter that ends by itself just then.
+            killed_by_us=(rank in self._killing and exitcode in (-signal.SIGKILL, -signal.SIGTERM))
+            or (self._wants_stacks and exitcode == -STACKS_SIGNAL),
             phase=pulse.phase if pulse is not None else None,
         )
         if self._stopping:
@@ -250,6 +252,8 @@ class Attempt:
             stat = processes.read_stat(worker.pid)
             if stat is None or stat.state in "TtDZX":
                 continue  # stopped, or inside of the kernel: it will not answer
+            if not processes.catches(worker, STACKS_SIGNAL):
+                continue  # its interpreter has ended, as far as that: the signal would end it
             before[self._stacks_path(rank)] = _size(self._stacks_path(rank))
             processes.send(worker, STACKS_SIGNAL)
         deadline = time.monotonic() + STACKS_PATIENCE_S

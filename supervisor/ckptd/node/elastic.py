@@ -254,8 +254,8 @@ class AttemptAgent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:  # noqa: ARG002
-        # Everything is dead or has been reported as unkillable; elastic need not wait for it again.
-        super()._shutdown(signal.SIGKILL, timeout=1)
+        # Everything is dead or has been reported as unkillable; elastic need not wait for it again, nor a launch for that.
+        super()._shutdown(signal.SIGKILL, timeout=0)
 
     def _exit_barrier(self) -> None:
         """Nobody waits for other nodes here: the daemon knows when all of them have finished."""

@@ -152,6 +152,16 @@ def _environment(pid: int) -> set[bytes]:
         return set()
 
 
+def catches(process: Process, number: int) -> bool:
+    """Whether a process has a handler for a signal now."""
+    try:
+        with open(f"/proc/{process.pid}/status", encoding="utf-8", errors="replace") as file:
+            caught = next(line for line in file if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 def send(process: Process, number: int) -> None:
     """Signal exactly this process; nothing happens when it is gone."""
     try:

@@ -14,7 +14,8 @@ import pytest
 
 from ckptd.node import processes
 from ckptd.node.attempt import Attempt
-from ckptd_shim.contract import ENV_ATTEMPT, ENV_RUN_ID
+from ckptd_shim.contract import ENV_ATTEMPT, ENV_RUN_ID, Phase, Pulse
+from ckptd_shim.launch import STACKS_SIGNAL
 
 
 class Stage:
@@ -132,3 +133,34 @@ def test_in_the_moment_in_which_all_have_finished(stage):
 
     asyncio.run(scene())
     assert stage.kinds() == ["workers_started", "workers_finished", "attempt_ended"]
+
+
+def test_asking_for_stacks_kills_nobody_whose_interpreter_is_about_to_end(stage):
+    async def scene():
+        assert stage.attempt.claim()
+        stage.started()  # without faulthandler, as after the interpreter's finalisation
+        for rank, worker in enumerate(stage.workers):
+            stage.attempt.pulses[rank] = Pulse(
+                pid=worker.pid, phase=Phase.END, step=1, samples=1, beat=0.0, loss=None, step_s=None
+            )
+        stage.attempt.stop(grace=False, stacks=True)
+        ended = await stage.ended()
+        assert [(e["exitcode"], e["killed_by_us"]) for e in ended["exits"]] == [(-signal.SIGKILL, True)] * 2
+
+    asyncio.run(scene())
+
+
+def test_one_that_the_question_for_stacks_ended_was_ended_by_us(stage):
+    async def scene():
+        assert stage.attempt.claim()
+        stage.started()
+        stage.attempt._wants_stacks = stage.attempt._stopping = True  # between the look at its handlers and the signal
+        stage.workers[0].send_signal(STACKS_SIGNAL)
+        async with asyncio.timeout(20):
+            while 0 not in stage.attempt.exits:
+                await asyncio.sleep(0.01)
+        exit_ = stage.attempt.exits[0]
+        assert (exit_.exitcode, exit_.killed_by_us) == (-STACKS_SIGNAL, True)
+        await stage.attempt._end(grace=0.0)
+
+    asyncio.run(scene())
