@@ -218,6 +218,8 @@ class Agent:
                 return
             log.error("asked to launch attempt %d while attempt %d is here", number, self.attempt.number)
             return
+        if number in self._ended:
+            return  # a new daemon asks for what the one before it had launched: all of it is on the way to it
         assert self.settings is not None
         attempt = Attempt(
             run_id=self.run_id,

@@ -63,6 +63,25 @@ def test_an_order_that_waited_while_its_attempt_ended_launches_no_other(tmp_path
     asyncio.run(scene())
 
 
+def test_an_attempt_that_ended_while_no_daemon_listened_is_not_launched_once_more(tmp_path):
+    async def scene():
+        agent = make(tmp_path)
+        await agent._on_order(order(tmp_path, 1))
+        await agent._on_order({"type": "stop", "attempt": 1, "grace": False})
+        await asyncio.wait_for(agent.attempt.ended.wait(), 20)
+        while agent.attempt is not None:
+            await asyncio.sleep(0)
+        agent._orders.get(timeout=5)
+        # A daemon that has only just begun to hear of the attempt asks for it again.
+        await agent._on_order(order(tmp_path, 1))
+        assert agent.attempt is None
+        assert agent._orders.empty()
+        await agent._on_order(order(tmp_path, 2))
+        assert agent.attempt.number == 2
+
+    asyncio.run(scene())
+
+
 def test_orphans_that_end_by_themselves_are_collected_and_children_are_left_to_who_waits_for_them(
     tmp_path, subreaper, monkeypatch
 ):
