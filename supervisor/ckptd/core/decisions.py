@@ -225,6 +225,8 @@ def _unfit(state: RunState, name: str, index: int, t: float) -> str | None:
     if index in state.nodes[name].unhealthy:
         return "reported unhealthy"
     why = state.book.why_not(name, index, t)
+    if why is not None and index in _available(state, t).get(name, ()):
+        return None  # in quarantine, but nothing is left to train on without it: a relaunch would take it again
     return None if why is None else f"is {why}"
 
 
