@@ -16,7 +16,7 @@ import pytest
 from ckptd.core import events as ev
 from system.harness import reference_losses
 
-DURATION_S = float(os.environ.get("CKPTD_SOAK_S", "60"))
+DURATION_S = float(os.environ.get("CKPTD_SOAK_S", "40"))
 SEED = int(os.environ.get("CKPTD_SOAK_SEED", "11"))
 ORDERED = ("raise", "exit0", "exit3", "kill", "segv", "hang", "freeze")
 INFLICTED = ("kill worker", "kill all", "kill agent", "kill daemon", "save", "device")
