@@ -33,7 +33,7 @@ def test_fault_after_fault(make_job, tmp_path):
         "--steps", "1000000", "--pause", "0.01", "--dropout", "0", "--orders", str(orders),
         checkpoint={"interval": {"steps": 10}},
         restart={"max_without_progress": 10_000, "grow": "at_checkpoint"},
-        hang={"floor": "3s", "factor": 10, "startup": "120s"},
+        hang={"floor": "3s", "factor": 10, "startup": "30s"},
         health={"interval": "1s", "command": ["cat", str(sick)]},
     )  # fmt: skip
     job.start()

@@ -92,7 +92,8 @@ class Detector:
                 continue
             if before is not None and (before.phase in DECLARED or not waiting):
                 steps = max(1, beat.step - before.step)
-                self.learn(before.phase, (now - self._since[rank]) / steps)
+                for _ in range(min(steps, ENOUGH)):  # as many silences as steps were seen: a fast run is soon known
+                    self.learn(before.phase, (now - self._since[rank]) / steps)
             self._beats[rank] = beat
             self._since[rank] = now
 
