@@ -128,9 +128,10 @@ class Detector:
         if not self.limits.enabled or not self._beats:
             return None
         silences = {rank: (self._heard[rank] if now is None else now) - since for rank, since in self._since.items()}
-        late = [rank for rank in silences if silences[rank] > self.limit(self._beats[rank].phase)]
-        ended = [rank for rank, beat in self._beats.items() if beat.phase == "end"]
-        if not late or len(late) + len([r for r in ended if r not in late]) < len(self._beats):
+        # No limit is below this: while training moves, which is nearly always, none has to be worked out.
+        least = min(self.limits.floor_s, self.limits.startup_s)
+        late = [rank for rank, s in silences.items() if s > least and s > self.limit(self._beats[rank].phase)]
+        if not late or not all(rank in late or beat.phase == "end" for rank, beat in self._beats.items()):
             return None
         if len(self._beats) < expected and max(silences.values()) < self.limits.startup_s:
             return None  # the others may still be on their way
