@@ -33,6 +33,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "stop": ("ckptd.cli._ask:stop", "Have a run save and stop."),
     "drain": ("ckptd.cli._ask:drain", "Take a device or a node out of use."),
     "undrain": ("ckptd.cli._ask:undrain", "Give a device or a node back."),
+    "plan": ("ckptd.cli._plan:plan", "Work out how often a job should save, and what that costs."),
     "validate": ("ckptd.cli._validate:validate", "Check a job.yaml without starting anything."),
 }
 """Name of each command: where it is (`module:attribute`), and a line for `ckptd --help`, which imports none of them."""
