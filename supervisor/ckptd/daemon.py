@@ -21,7 +21,7 @@ from ckptd import __version__, link, orders, status
 from ckptd.agents import Agents, Session
 from ckptd.clock import RunClock
 from ckptd.core import events, picture
-from ckptd.core.decisions import Ask, Command, Launch, Record, Steer, Stop, next_deadline
+from ckptd.core.decisions import Ask, Command, Launch, Record, Rehearse, Steer, Stop, next_deadline
 from ckptd.core.hang import Limits
 from ckptd.core.run import LIVE, Status
 from ckptd.errors import ExitStatus
@@ -32,6 +32,7 @@ from ckptd.ledger import Ledger
 from ckptd.link import Channel, Message
 from ckptd.node.tiers import marker_key
 from ckptd.place import Place
+from ckptd.rehearsal import Rehearsal
 from ckptd.rundir import RunDir, boot_id
 from ckptd.watch import Watch
 from ckptd_shim import contract
@@ -42,6 +43,8 @@ TICK_S = 1.0
 ASK_AGAIN_S = 2.0
 MAX_MARKERS = 1000
 """Commits whose marker is known by its digest: far more than are kept, and what fits into one message."""
+HOLD_S = 3600.0
+"""How long a checkpoint is kept for a reader that does not say when it is done."""
 HELLO_PATIENCE_S = 10.0
 """How long a connection may say nothing before it is closed."""
 MAX_RECORDS = 100
@@ -55,7 +58,7 @@ class Daemon:
 
     def __init__(
         self, *, spec: JobSpec, run_dir: RunDir, run_id: str, ledger: Ledger, launcher: Launcher, socket_path: str,
-        drill: contract.Drill | None = None,
+        drill: contract.Drill | contract.RestoreDrill | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.run_dir = run_dir
@@ -82,6 +85,9 @@ class Daemon:
         self._replay()
         self.agents = Agents(launcher=launcher, run_id=run_id, happened=self.happened, now=self.clock.now)
         self.agents.stop_patience_s += spec.restart.stop_grace
+        self._rehearsal = Rehearsal(run_dir=str(run_dir.path), done=self.happened, now=self.clock.now)
+        self._held: dict[str, float] = {}
+        """Checkpoints that somebody else reads, to when they are not to be deleted, by the monotonic clock."""
 
     # --- history and time ---
 
@@ -144,6 +150,7 @@ class Daemon:
                 )
             )  # fmt: skip
             await self._until_ended()
+            await self._rehearsal.close()
             await self.agents.dismiss()
             self._journal.close()
         finally:
@@ -210,6 +217,8 @@ class Daemon:
             case Launch(node=node, attempt=attempt):
                 order = orders.launch(self.spec, self.run_dir, self.run_id, self.picture, node, drill=self._drill)
                 self.agents.say(node, ("launch", attempt), order)
+            case Rehearse(tier=tier):
+                self._rehearsal.start(tier)
             case Stop(node=node, attempt=attempt, grace=grace, stacks=stacks):
                 order = {"type": "stop", "attempt": attempt, "grace": grace, "stacks": stacks}
                 self.agents.say(node, ("stop", attempt), order)
@@ -320,6 +329,11 @@ class Daemon:
             return {"type": "status", "status": self.status()}
         if what == "ping":
             return {"type": "pong", "pid": os.getpid()}
+        if what == "hold":
+            self._held[str(request.get("path"))] = time.monotonic() + HOLD_S
+            return {"type": "accepted"}
+        if what == "drilled":
+            return self._drilled(request)
         if what in ("drain", "undrain"):
             return self._drain(str(request.get("device", "")), drained=what == "drain")
         if what in ("stop", "stop_now", "save"):
@@ -334,6 +348,17 @@ class Daemon:
             self.request(what, source=str(request.get("source", "ckptd")), exit_status=exit_status)
             return {"type": "accepted"}
         return {"type": "refused", "why": f"unknown request {what!r}"}
+
+    def _drilled(self, request: Message) -> Message:
+        """Take down a drill that the command line has held."""
+        try:
+            event = events.from_parts("drilled", dict(request["result"]), t=self.clock.now())
+        except (KeyError, TypeError, ValueError) as error:
+            return {"type": "refused", "why": f"a drill's result cannot be read: {error!r}"}
+        assert isinstance(event, events.Drilled)
+        self._held.pop(event.path, None)
+        self.happened(event)
+        return {"type": "accepted"}
 
     def _drain(self, asked: str, *, drained: bool) -> Message:
         """Take devices out of use or give them back: one by index, `node:index` or identity, or a whole node by name."""
@@ -439,7 +464,10 @@ class Daemon:
 
     def _prune(self) -> None:
         state = self.picture.run
-        protected = [p for p in ((state.resume or {}).get("path"), state.committed and state.committed.path) if p]
+        now = time.monotonic()
+        self._held = {path: until for path, until in self._held.items() if until > now}
+        named = ((state.resume or {}).get("path"), state.committed and state.committed.path, self._rehearsal.holding)
+        protected = [path for path in (*named, *self._held) if path]
         for session in self.agents.sessions():
             session.channel.send({"type": "prune", "live_attempt": state.attempt, "protected": protected})
 

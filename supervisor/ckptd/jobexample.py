@@ -53,6 +53,7 @@ restart:
 # hang: {enabled: true, factor: 10, floor: 30s, startup: 15m}
 # guard: {finite: true, loss_spike: null, param_norm: null, on_reject: skip, rollback_after: 3}
 # health: {interval: 30s, command: null}    # a command that prints the indices of unhealthy devices
+# drill: {every: null, tier: null, tolerance: 0.1}    # restore a checkpoint for trial so often
 # prior: {failures: 1.0, device_hours: 50000}
 # web: {listen: "127.0.0.1:9775"}           # /metrics and the page; port 0: any free one; null: none
 """

@@ -168,6 +168,17 @@ class Health(_Model):
     """Prints the indices of unhealthy devices, one a line; null: every device that is found is healthy."""
 
 
+class Drill(_Model):
+    """When checkpoints are restored for trial."""
+
+    every: Positive | None = None
+    """How often, while training runs; null: only by `ckptd drill`. Seconds."""
+    tier: Name | None = None
+    """The tier whose newest checkpoint is tried; null: the slowest."""
+    tolerance: Annotated[float, BeforeValidator(read_number), Field(gt=0, allow_inf_nan=False)] = 0.1
+    """How much worse the restored state's validation loss may be than the one that was saved, as a share of it."""
+
+
 class Prior(_Model):
     """What is believed about failures before any was seen: a Gamma prior on the rate per device."""
 
@@ -215,6 +226,8 @@ class JobSpec(_Model):
     """Which state is fit to be committed."""
     health: Health = Health()
     """How broken devices are found."""
+    drill: Drill = Drill()
+    """When checkpoints are restored for trial."""
     prior: Prior = Prior()
     """What is believed about failures at the start."""
     web: Web = Web()
@@ -287,6 +300,8 @@ class JobSpec(_Model):
             warm=self.restart.warm,
             on_reject=self.guard.on_reject,
             rollback_after=self.guard.rollback_after,
+            drill_every_s=self.drill.every,
+            drill_tier=self.drill.tier,
             prior_failures=self.prior.failures,
             prior_device_seconds=self.prior.device_hours * 3600.0,
         )

@@ -13,7 +13,7 @@ from ckptd.jobscalars import Steps
 from ckptd.jobspec import JobSpec, Tier
 from ckptd.link import Message
 from ckptd.rundir import RunDir
-from ckptd_shim.contract import Drill
+from ckptd_shim.contract import ENV_DRILL, Drill, RestoreDrill
 
 MIN_DRAIN_S = 120.0
 
@@ -56,7 +56,13 @@ def node_of_rank_zero(state: RunState) -> str | None:
 
 
 def launch(
-    spec: JobSpec, run_dir: RunDir, run_id: str, picture: Picture, node: str, *, drill: Drill | None = None
+    spec: JobSpec,
+    run_dir: RunDir,
+    run_id: str,
+    picture: Picture,
+    node: str,
+    *,
+    drill: Drill | RestoreDrill | None = None,
 ) -> Message:
     """The order to launch the live attempt's workers on `node`."""
     state = picture.run
@@ -75,7 +81,8 @@ def launch(
         "ranks": list(range(first_rank, first_rank + len(devices))),
         "devices": devices,
         "argv": [spec.python_path, "-u", "-m", "ckptd_shim.launch", "--", *spec.command],
-        "env": _environment(spec, len(state.nodes[node].devices)),
+        "env": _environment(spec, len(state.nodes[node].devices))
+        | ({ENV_DRILL: "1"} if isinstance(drill, RestoreDrill) else {}),
         "context": {
             "run_id": run_id,
             "run_name": spec.name,
@@ -98,7 +105,8 @@ def launch(
                 "loss_spike": spec.guard.loss_spike,
                 "param_norm": spec.guard.param_norm,
             },
-            "drill": None if drill is None else dataclasses.asdict(drill),
+            "drill": dataclasses.asdict(drill) if isinstance(drill, Drill) else None,
+            "restore_drill": dataclasses.asdict(drill) if isinstance(drill, RestoreDrill) else None,
         },
     }
 

@@ -109,6 +109,7 @@ def document(
         },
         "devices_left_out": state.book.held_against(t),
         "ranks": live or {},
+        "drill": _drill(picture),
         "notes": [{"level": note.level, "what": note.what, "at": note.at} for note in picture.notes],
         "outcome": None
         if state.outcome is None or state.status is not Status.ENDED
@@ -121,6 +122,19 @@ def document(
         "heartbeat_at": heartbeat_at,
         "daemon": daemon,
     }
+
+
+def _drill(picture: Picture) -> dict[str, Any] | None:
+    """What the newest drill came to, None: there was none. `good_at`: wall clock of the last good one, by tier."""
+    newest = picture.drills.newest
+    if newest is None:
+        return None
+    return {
+        "ok": newest.ok, "at": newest.at, "tier": newest.tier, "step": newest.step, "loss": newest.loss,
+        "expected": newest.expected, "seconds": newest.seconds, "problem": newest.problem,
+        "last": {tier: drilled.ok for tier, drilled in picture.drills.last.items()},
+        "good_at": {tier: drilled.at for tier, drilled in picture.drills.last_good.items()},
+    }  # fmt: skip
 
 
 def front_rank(live: Live | None) -> dict[str, Any] | None:

@@ -360,7 +360,8 @@ class TestWrong:
     def test_one_key(self, job, extra, expected):
         assert problem(job, extra + "\n").startswith(expected)
 
-    def test_an_interpreter_must_have_what_workers_import(self, job, tmp_path):
+    def test_an_interpreter_must_have_what_workers_import(self, job, tmp_path, monkeypatch):
+        monkeypatch.delenv("PYTHONPATH", raising=False)
         venv.create(tmp_path / "bare", symlinks=True)
         found = problem(job, f"python: {tmp_path}/bare/bin/python\n")
         assert found.endswith("/bare/bin/python cannot import torch or ckptd, which the workers need; install it there")

@@ -70,6 +70,8 @@ class _Job:
     begun: float
     stall_s: float
     loss: float | None
+    validation: tuple[int, float] | None
+    usual: tuple[float, float] | None
     incomparable: str | None
     tensors: dict[str, torch.Tensor]
     staged: dict[str, torch.Tensor]
@@ -125,10 +127,13 @@ class Saver:
         position: Position,
         loss: float | None,
         loss_problem: str | None = None,
+        validation: tuple[int, float] | None = None,
+        usual: tuple[float, float] | None = None,
     ) -> float:
         """Copy what `capture` returns, and have it written. Returns this rank's stall in seconds.
 
-        `loss_problem`: why this rank's loss makes the state unfit to be committed. The stall is the time in here, the wait for an earlier save included.
+        `loss_problem`: why this rank's loss makes the state unfit to be committed. `validation`: (step, loss) of the
+        newest evaluation; `usual`: (median, deviation) of the recent losses. The stall is the time in here, the wait for an earlier save included.
 
         Raises:
             TypeError: the state holds something that a checkpoint cannot.
@@ -146,6 +151,8 @@ class Saver:
             begun=begun,
             stall_s=time.monotonic() - begun,
             loss=loss,
+            validation=validation,
+            usual=usual,
             incomparable=incomparable,
             tensors={
                 key: t if isinstance(t, DTensor) else staged[key] for key, t in self._stager.wanted(snapshot).items()
@@ -336,6 +343,10 @@ class Saver:
             comparable=job.incomparable is None,
             comparable_reason=job.incomparable,
             torch=str(torch.__version__),
+            validation_step=None if job.validation is None else job.validation[0],
+            validation_loss=None if job.validation is None else job.validation[1],
+            loss_median=None if job.usual is None else job.usual[0],
+            loss_deviation=None if job.usual is None else job.usual[1],
         )
         if self.target.durable:
             contract.fsync_directory(self.target.save_dir)

@@ -26,6 +26,8 @@ ENV_RUN_ID: Final = "CKPTD_RUN_ID"
 """Marks every process of a run, so that one which made its own session is still found."""
 ENV_ATTEMPT: Final = "CKPTD_ATTEMPT"
 """Marks every process of an attempt, likewise."""
+ENV_DRILL: Final = "CKPTD_DRILL"
+"""`1` in the environment of a worker whose checkpoint is only to be tried: evaluate, do not train."""
 
 COMMITTED: Final = "COMMITTED"
 DCP_METADATA: Final = ".metadata"
@@ -226,6 +228,26 @@ class Drill(Document):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestoreDrill(Document):
+    """What `ckptd drill` asks of a run: to restore, say how good the state is, and leave without a save."""
+
+    result: str
+    """File that rank 0 writes a `DrillResult` to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrillResult(Document):
+    """What a script found of the checkpoint that it restored in a drill."""
+
+    step: int
+    """The step that was restored."""
+    loss: float | None
+    """None: it is not finite."""
+    by: str
+    """`evaluation`: by `shim.evaluated`; `step`: the script has no evaluation, this is its next training step's loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Guard(Document):
     """Which state is fit to be committed, see `ckptd_shim.guard`."""
 
@@ -264,6 +286,8 @@ class LaunchContext(Document):
     """None: the defaults of `Guard`."""
     drill: Drill | None = None
     """None, but for `ckptd prove`."""
+    restore_drill: RestoreDrill | None = None
+    """None, but for `ckptd drill`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +334,14 @@ class Marker(Document):
     comparable: bool
     comparable_reason: str | None = None
     torch: str = ""
+    validation_loss: float | None = None
+    """The newest that `shim.evaluated` was told before the save."""
+    validation_step: int | None = None
+    """The step at which it was."""
+    loss_median: float | None = None
+    """Of the training losses of the last minute or so, once there are enough of them."""
+    loss_deviation: float | None = None
+    """Their standard deviation, robustly."""
 
 
 # --- heartbeat page -------------------------------------------------------------------------------------------------

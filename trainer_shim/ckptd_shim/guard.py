@@ -52,6 +52,13 @@ class LossWatch:
         if loss is not None and math.isfinite(loss):
             self._recent.append(loss)
 
+    def usual(self) -> tuple[float, float] | None:
+        """(median, robust standard deviation) of the recent losses; None: there are too few."""
+        if len(self._recent) < LEAST:
+            return None
+        median = statistics.median(self._recent)
+        return median, _MAD_TO_SIGMA * statistics.median(abs(each - median) for each in self._recent)
+
     def problem(self, loss: float | None) -> str | None:
         """What is wrong with a loss, None: nothing, as far as is known.
 
@@ -62,11 +69,10 @@ class LossWatch:
             return None
         if not math.isfinite(loss):
             return f"the loss is {loss}" if self._guard.finite else None
-        limit = self._guard.loss_spike
-        if limit is None or len(self._recent) < LEAST:
+        limit, usual = self._guard.loss_spike, self.usual()
+        if limit is None or usual is None:
             return None
-        median = statistics.median(self._recent)
-        deviation = _MAD_TO_SIGMA * statistics.median(abs(each - median) for each in self._recent)
+        median, deviation = usual
         score = (loss - median) / max(deviation, _RESOLUTION * abs(median), math.ulp(0.0))
         if score <= limit:
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 import os
 import sys
 import time
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from ckptd_shim import contract, loading
 from ckptd_shim.checkpoint import Saver, Target
-from ckptd_shim.contract import Guard, LaunchContext, Phase, Report
+from ckptd_shim.contract import DrillResult, Guard, LaunchContext, Phase, Report
 from ckptd_shim.errors import CheckpointError, SetupError, StateRejected
 from ckptd_shim.extras import dump
 from ckptd_shim.guard import LossWatch
@@ -132,6 +133,7 @@ class TrainerShim:
         self._loss_watch = LossWatch(self._guard)
         self._looked_at: int | None = None  # the step whose loss is known, where losses come as tensors
         self._sigterm: Sigterm | None = None
+        self._validation: tuple[int, float] | None = None  # (step, loss) of the newest evaluation
 
         launch = self._launch
         self._pulse = PulseWriter(
@@ -178,6 +180,11 @@ class TrainerShim:
         if self._global_batch is None or micro is None:
             return 1
         return accumulation_steps(self._global_batch, self.world_size, micro)
+
+    @property
+    def drill(self) -> bool:
+        """Whether this is a drill: after `resume`, evaluate, tell `evaluated`, and end. Nothing is ever saved in one."""
+        return self._launch is not None and self._launch.restore_drill is not None
 
     # --- resuming ---------------------------------------------------------------------------------------------------
 
@@ -296,6 +303,10 @@ class TrainerShim:
         self._pulse.beat(step, self.samples_seen, self._loss.value, self._step_s)
         if self._tracer is not None:
             return self._traced(self._tracer, step, loss)
+        if self.drill:
+            if not self.stopping:
+                self._drilled(None if loss is None else float(loss), by="step")
+            return self.stopping
         if not self._schedule.due(step):
             return self.stopping
         return self._agree(step, loss)
@@ -337,6 +348,28 @@ class TrainerShim:
             self._stop(step)
         self._last_beat = time.monotonic()
         return self.stopping
+
+    def evaluated(self, loss: float | torch.Tensor) -> None:
+        """Say what the validation loss of the present state is. Every rank calls it; rank 0's is kept.
+
+        It goes into the markers of the saves that follow, and is what `ckptd drill` compares a restored state with: an
+        evaluation right before a save can be held against it. In a drill this ends the run: `stopping` is True after it.
+        """
+        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        if self.drill:
+            self._drilled(value, by="evaluation")
+        elif math.isfinite(value):
+            self._validation = (self.global_step, value)
+
+    def _drilled(self, loss: float | None, *, by: str) -> None:
+        """End a drill with what was found."""
+        assert self._launch is not None
+        assert self._launch.restore_drill is not None
+        if self.rank == 0:
+            known = loss if loss is not None and math.isfinite(loss) else None
+            restored = self.global_step - (by == "step")
+            DrillResult(step=restored, loss=known, by=by).write(self._launch.restore_drill.result, durable=True)
+        self._stop(self.global_step)
 
     def _stop(self, step: int) -> None:
         self._drain()
@@ -439,7 +472,7 @@ class TrainerShim:
         return self._state.capture(self._position(), world_size=self.world_size, incomparable=self._incomparable)
 
     def _save(self, step: int, loss: float | torch.Tensor | None = None) -> None:
-        if self._saver is None or step == self._begun_step:
+        if self._saver is None or step == self._begun_step or self.drill:
             return
         self._begun_step = step
         self._pulse.phase(Phase.SAVE)
@@ -448,7 +481,10 @@ class TrainerShim:
             self._loss.value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         known = loss is not None or self._loss_is_of(step)
         problem = self._loss_watch.problem(self._loss.value) if known else None
-        self._saver.save(self._capture, position=self._position(), loss=self._loss.finite, loss_problem=problem)
+        self._saver.save(
+            self._capture, position=self._position(), loss=self._loss.finite, loss_problem=problem,
+            validation=self._validation, usual=self._loss_watch.usual(),
+        )  # fmt: skip
         self._pulse.phase(Phase.STEP)
 
     def _loss_is_of(self, step: int) -> bool:

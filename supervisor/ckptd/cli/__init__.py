@@ -29,6 +29,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "events": ("ckptd.cli._history:events", "List what happened to a run."),
     "checkpoints": ("ckptd.cli._history:checkpoints", "List the checkpoints of a run."),
     "prove": ("ckptd.cli._prove:prove", "Prove that a job resumes exactly, or say what it forgets."),
+    "drill": ("ckptd.cli._drill:drill", "Restore the newest checkpoint for trial."),
     "save": ("ckptd.cli._ask:save", "Have a run save now."),
     "stop": ("ckptd.cli._ask:stop", "Have a run save and stop."),
     "drain": ("ckptd.cli._ask:drain", "Take a device or a node out of use."),

@@ -102,6 +102,11 @@ def _readable(status: dict[str, Any]) -> str:
         if value > 0
     )
     rows.append(("goodput", f"{goodput['ratio']:.1%} of {_text.seconds(goodput['wall_s'])}: {spent}"))
+    drilled = status["drill"]
+    if drilled:
+        age = _text.seconds(max(0.0, time.time() - drilled["at"]))
+        came = f"step {drilled['step']} restores" if drilled["ok"] else f"FAILED: {drilled['problem']}"
+        rows.append(("drill", f"{came} (tier {drilled['tier']}, {age} ago)"))
     rows += [("left out", f"device {d['index']} of node {d['node']}: {d['why']}") for d in status["devices_left_out"]]
     rows += [(note["level"], note["what"]) for note in status["notes"]]
     return "\n".join(f"{name:10} {text}" for name, text in rows)

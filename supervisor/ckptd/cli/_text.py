@@ -79,6 +79,10 @@ def event_line(event: events.Event) -> str | None:
             return f"attempt {event.attempt}: launching {event.world_size}{fewer} workers {origin}"
         case events.FailureDetected():
             return f"failure: {event.detail} (step {event.step})"
+        case events.Drilled():
+            if event.ok:
+                return f"drill: step {event.step} on tier {event.tier} restores, loss {event.loss:.4g}"
+            return f"drill of tier {event.tier} FAILED: {event.problem}"
         case events.Interrupted():
             kind = "planned" if event.planned else f"{event.cause}, severity {event.severity}"
             lost = (

@@ -70,7 +70,14 @@ class Steer:
     reason: str
 
 
-Command = Record | Ask | Launch | Stop | Steer
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearse:
+    """Have the newest checkpoint of a tier restored for trial, beside the run. None: the slowest tier."""
+
+    tier: str | None
+
+
+Command = Record | Ask | Launch | Stop | Steer | Rehearse
 
 
 # --- decisions ------------------------------------------------------------------------------------------------------

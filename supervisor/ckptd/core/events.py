@@ -354,6 +354,25 @@ class IntervalDecided(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Drilled(Event):
+    """A checkpoint was restored for trial: does it load, and is the state as good as it was when it was saved?"""
+
+    kind: ClassVar[str] = "drilled"
+    tier: str = ""
+    step: int | None = None
+    """None: there was no checkpoint to try."""
+    path: str = ""
+    ok: bool = False
+    loss: float | None = None
+    expected: float | None = None
+    compared: str = ""
+    """What with what: `validation` (both by `shim.evaluated`), `training` (against the loss of the saved step)."""
+    seconds: float = 0.0
+    problem: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Noted(Event):
     """Something a person should know that no fold acts on: a full disk, an ignored control file, a taken port."""
 
@@ -365,7 +384,7 @@ class Noted(Event):
 for _cls in (
     DaemonStarted, Requested, RunEnded, AgentConnected, AgentLost, HealthReported, DeviceDrained, InventoryReported, AttemptLaunched,
     WorkersStarted, WorkersInitialised, StateRestored, FirstStep, Progress, SaveStaged, SaveCommitted, SaveFailed,
-    SaveRejected, FailureDetected, WorkersFinished, AttemptEnded, Interrupted, Restarted, IntervalDecided, Noted,
+    SaveRejected, FailureDetected, WorkersFinished, AttemptEnded, Interrupted, Restarted, IntervalDecided, Drilled, Noted,
 ):  # fmt: skip
     _REGISTRY[_cls.kind] = _cls
 

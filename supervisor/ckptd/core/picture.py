@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptd.core import accounting, decisions, estimates, events, interval, placement, run
+from ckptd.core import accounting, decisions, drilling, estimates, events, interval, placement, run
 from ckptd.core.accounting import Account
 from ckptd.core.decisions import Command, Record
 from ckptd.core.estimates import Estimate, Estimates
@@ -44,6 +44,7 @@ class Picture:
     saves_rejected: int = 0
     notes: tuple[events.Noted, ...] = ()
     """The last few."""
+    drills: drilling.Drills = field(default_factory=drilling.Drills)
 
     @property
     def estimate(self) -> Estimate:
@@ -62,6 +63,7 @@ def apply(picture: Picture, event: events.Event) -> Picture:
         run=run.apply(picture.run, event),
         estimates=estimates.apply(picture.estimates, event),
         account=accounting.apply(picture.account, event),
+        drills=drilling.apply(picture.drills, event),
     )
     match event:
         case events.IntervalDecided():
@@ -107,6 +109,7 @@ def decide(picture: Picture, t: float) -> list[Command]:
         growth = _growth(picture, t)
         if growth is not None:
             return [growth]
+        commands += drilling.decide(picture.drills, picture.run, t)
     return [_complete(picture, command) for command in commands]
 
 

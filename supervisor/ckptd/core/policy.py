@@ -37,6 +37,9 @@ class Policy:
     # the guard
     on_reject: OnReject = "skip"
     rollback_after: int = 3
+    # drills; None: only by hand
+    drill_every_s: float | None = None
+    drill_tier: str | None = None
     # the prior of the failure rate
     prior_failures: float = 1.0
     prior_device_seconds: float = 50_000 * 3600.0

@@ -6,31 +6,23 @@ shim then traces what the script does and ends it at a given step. The job's own
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptd.core import events
 from ckptd.daemon import Daemon
 from ckptd.drills import traces
+from ckptd.drills.scratch import DEVICES_PATIENCE_S, NEVER, supervise
 from ckptd.drills.traces import Trace, Verdict
-from ckptd.errors import DrillFailed, ExitStatus, UsageError
+from ckptd.errors import DrillFailed, UsageError
 from ckptd.jobscalars import Steps
 from ckptd.jobspec import JobSpec, Tier
-from ckptd.launchers.local import LocalLauncher
-from ckptd.ledger import Ledger
 from ckptd.rundir import RunDir
 from ckptd_shim.contract import Drill
 
 log = logging.getLogger(__name__)
-
-NEVER = 10**9
-"""An interval in steps that no drill reaches."""
-DEVICES_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,15 +139,7 @@ class Prover:
         drill = Drill(
             trace=str(trace), stop_at_step=stop_at, digest_at=[self.steps, 2 * self.steps], kill_at_step=kill_at
         )
-        run_dir = RunDir(directory / "run")
-        run_dir.create()
-        with run_dir.acquire_lock(), Ledger.open(run_dir.ledger_path) as ledger:
-            daemon = _daemon(spec, run_dir, ledger, drill)
-            asyncio.run(daemon.run())
-        outcome = daemon.picture.run.outcome
-        assert outcome is not None
-        if outcome.exit_status == ExitStatus.INTERRUPTED:
-            raise KeyboardInterrupt
+        daemon = supervise(spec, RunDir(directory / "run"), drill)
         found = traces.read(trace)
         self._check(name, daemon, found, kill_at or stop_at, begins_at, killed=kill_at is not None)
         return found, daemon.picture.run.world_size or daemon.picture.world
@@ -199,26 +183,3 @@ class Prover:
             raise DrillFailed(f"{where} training came to step {trace.last}, not to {until}: {outcome.detail}{words}")
         if min(trace.steps, default=0) != begins_at + 1:
             raise DrillFailed(f"{where} the first step was {min(trace.steps)}, not {begins_at + 1}")
-
-
-def _daemon(spec: JobSpec, run_dir: RunDir, ledger: Ledger, drill: Drill) -> Daemon:
-    run_id = ""
-    for _, event in ledger.events():
-        if isinstance(event, events.DaemonStarted):
-            run_id = str(event.policy.get("run_id", "")) or run_id
-    run_id = run_id or uuid.uuid4().hex[:12]
-    devices = spec.cluster.devices_per_node
-    socket_path = run_dir.socket_path()
-    launcher = LocalLauncher(
-        run_dir=str(run_dir.path), run_id=run_id, socket=socket_path, workdir=str(spec.workdir_path),
-        devices=None if devices == "auto" else devices,
-    )  # fmt: skip
-    return Daemon(
-        spec=spec,
-        run_dir=run_dir,
-        run_id=run_id,
-        ledger=ledger,
-        launcher=launcher,
-        socket_path=socket_path,
-        drill=drill,
-    )

@@ -133,6 +133,13 @@ class RunCollector(Collector):
         healthy, known = status["devices_healthy"], status["devices_known"]
         devices = {("healthy",): float(healthy), ("unhealthy",): float(known - healthy)}
         yield _gauge("ckptd_devices", "Devices by state.", devices, ["state"])
+        drill = status["drill"] or {"good_at": {}, "last": {}}
+        yield _gauge(
+            "ckptd_drill_last_success_timestamp_seconds", "When a checkpoint was last restored for trial, and was good.",
+            {(tier,): float(at) for tier, at in drill["good_at"].items()}, ["tier"],
+        )  # fmt: skip
+        results = {(tier,): float(ok) for tier, ok in drill["last"].items()}
+        yield _gauge("ckptd_drill_last_result", "1: the newest drill was good, 0: it was not.", results, ["tier"])
         beat = status["heartbeat_at"]
         yield _gauge("ckptd_last_heartbeat_timestamp_seconds", "When a rank was last heard of.", _known(beat))
 
