@@ -31,9 +31,11 @@ from ckptd.launchers.base import Launcher
 from ckptd.ledger import Ledger
 from ckptd.link import Channel, Message
 from ckptd.node.tiers import marker_key
+from ckptd.notify import Notifier
 from ckptd.place import Place
 from ckptd.rehearsal import Rehearsal
 from ckptd.rundir import RunDir, boot_id
+from ckptd.units import format_duration
 from ckptd.watch import Watch
 from ckptd_shim import contract
 
@@ -58,7 +60,7 @@ class Daemon:
 
     def __init__(
         self, *, spec: JobSpec, run_dir: RunDir, run_id: str, ledger: Ledger, launcher: Launcher, socket_path: str,
-        drill: contract.Drill | contract.RestoreDrill | None = None,
+        drill: contract.Drill | contract.RestoreDrill | None = None, notifier: Notifier | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.run_dir = run_dir
@@ -69,6 +71,8 @@ class Daemon:
         self._journal = Journal(ledger, acknowledge=self._acknowledge, tell=self._note)
         self._socket_path = socket_path
         self._drill = drill
+        self._notifier = notifier or Notifier()
+        self._detaching = False
         self._markers: dict[str, str] = {}
         """CRC-32C of the markers of the newest commits."""
         self._control: contract.Control | None = None
@@ -138,7 +142,7 @@ class Daemon:
     # --- the loop ---
 
     async def run(self) -> int:
-        """Supervise until the run is over; returns the exit status."""
+        """Supervise until the run is over, or this daemon is asked to leave it alone; returns the exit status."""
         server = await link.listen(self._socket_path, self._serve)
         os.chmod(self._socket_path, 0o600)
         self._handle_signals()
@@ -149,9 +153,12 @@ class Daemon:
                     host=socket.gethostname(), version=__version__, boot_id=boot_id(), mono=time.monotonic(),
                 )
             )  # fmt: skip
+            self._notifier.ready()
             await self._until_ended()
             await self._rehearsal.close()
-            await self.agents.dismiss()
+            self._notifier.stopping()
+            if self.picture.run.status is Status.ENDED:
+                await self.agents.dismiss()
             self._journal.close()
         finally:
             server.close()
@@ -162,12 +169,14 @@ class Daemon:
             self._home.close()
             with contextlib.suppress(OSError):
                 os.unlink(self._socket_path)
+        if self.picture.run.status is not Status.ENDED:
+            return ExitStatus.REQUEUE  # the run goes on, and wants a daemon again
         outcome = self.picture.run.outcome
         assert outcome is not None
         return outcome.exit_status
 
     async def _until_ended(self) -> None:
-        while self.picture.run.status is not Status.ENDED:
+        while self.picture.run.status is not Status.ENDED and not self._detaching:
             deadline = next_deadline(self.picture.run)
             wait = TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - self.clock.now()) + 0.001)
             with contextlib.suppress(TimeoutError):
@@ -177,6 +186,7 @@ class Daemon:
 
     def _tick(self) -> None:
         self._turned = time.monotonic()
+        self._notifier.alive()
         self.agents.mind(self.picture.run)
         self._look_at_home()
         self._look_at_ranks()
@@ -295,7 +305,8 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, lambda: log.info("SIGHUP ignored"))
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
-        if self.picture.run.request is None or self.picture.run.request.request == "relaunch":
+        pending = self.picture.run.request
+        if (pending is None or pending.request == "relaunch") and not self._detaching:
             self.request("stop", source=signal.Signals(number).name, exit_status=ExitStatus.REQUEUE)
 
     def _on_interrupt(self) -> None:
@@ -334,6 +345,8 @@ class Daemon:
             return {"type": "accepted"}
         if what == "drilled":
             return self._drilled(request)
+        if what == "detach":
+            return self._detach(str(request.get("source", "ckptd")))
         if what in ("drain", "undrain"):
             return self._drain(str(request.get("device", "")), drained=what == "drain")
         if what in ("stop", "stop_now", "save"):
@@ -358,6 +371,18 @@ class Daemon:
         assert isinstance(event, events.Drilled)
         self._held.pop(event.path, None)
         self.happened(event)
+        return {"type": "accepted"}
+
+    def _detach(self, source: str) -> Message:
+        """Leave, and leave the run as it is: agents and workers go on, and the next daemon takes them over."""
+        if self.picture.run.status is Status.ENDED:
+            return {"type": "refused", "why": "the run is over"}
+        patience = format_duration(self.spec.cluster.orphan_timeout)
+        self._note(
+            "info", f"this daemon leaves ({source}), the run goes on; without another one for {patience} it stops"
+        )
+        self._detaching = True
+        self._wake.set()
         return {"type": "accepted"}
 
     def _drain(self, asked: str, *, drained: bool) -> Message:

@@ -54,6 +54,7 @@ restart:
 # guard: {finite: true, loss_spike: null, param_norm: null, on_reject: skip, rollback_after: 3}
 # health: {interval: 30s, command: null}    # a command that prints the indices of unhealthy devices
 # drill: {every: null, tier: null, tolerance: 0.1}    # restore a checkpoint for trial so often
+# logs: {max_size: 100MiB, keep: 2, keep_attempts: 50}   # of what workers print
 # prior: {failures: 1.0, device_hours: 50000}
 # web: {listen: "127.0.0.1:9775"}           # /metrics and the page; port 0: any free one; null: none
 """

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field
 
-from ckptd.units import checked_duration, described, parse_duration, shortened
+from ckptd.units import checked_duration, described, parse_duration, parse_size, shortened
 from ckptd.yamltext import Plain
 
 
@@ -98,6 +98,16 @@ def read_duration(value: Any) -> float:
         return parse_duration(str(value))
     raise ValueError(
         "needs a value" if value is None else f"is not a duration; write 3s, 10m, 2h, not {described(value)}"
+    )
+
+
+def read_size(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return parse_size(str(value))
+    raise ValueError(
+        "needs a value" if value is None else f"is not a size; write 512MiB or 10GB, not {described(value)}"
     )
 
 

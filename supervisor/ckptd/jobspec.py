@@ -34,6 +34,7 @@ from ckptd.jobscalars import (
     read_interval,
     read_listen,
     read_number,
+    read_size,
     read_steps_or_duration,
     read_text,
     read_whole_number,
@@ -179,6 +180,17 @@ class Drill(_Model):
     """How much worse the restored state's validation loss may be than the one that was saved, as a share of it."""
 
 
+class Logs(_Model):
+    """How much of what workers print is kept."""
+
+    max_size: Annotated[int, BeforeValidator(read_size), Field(ge=64 << 10)] | None = 100 << 20
+    """A log that grows beyond is moved aside; null: never. Bytes, of each log of each rank."""
+    keep: Count = 2
+    """How many older pieces of a log stay."""
+    keep_attempts: Count | None = 50
+    """How many of the newest attempts keep their directory with logs; null: all."""
+
+
 class Prior(_Model):
     """What is believed about failures before any was seen: a Gamma prior on the rate per device."""
 
@@ -228,6 +240,8 @@ class JobSpec(_Model):
     """How broken devices are found."""
     drill: Drill = Drill()
     """When checkpoints are restored for trial."""
+    logs: Logs = Logs()
+    """How much of what workers print is kept."""
     prior: Prior = Prior()
     """What is believed about failures at the start."""
     web: Web = Web()

@@ -36,6 +36,7 @@ def settings(spec: JobSpec, devices: int = 0) -> Message:
         }
         if spec.restart.warm
         else None,
+        "logs": spec.logs.model_dump(),
     }
 
 

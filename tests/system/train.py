@@ -119,6 +119,10 @@ def commit_fault(kind: str, step: int) -> None:
         )  # fmt: skip
     if kind == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if kind == "chatter":
+        for _ in range(2048):
+            for stream in (1, 2):
+                os.write(stream, b"x" * 65536)
     if kind == "bus":
         os.kill(os.getpid(), signal.SIGBUS)
 

@@ -157,7 +157,7 @@ def _become_worker(order: Message) -> NoReturn:
         os.setsid()
         _default_signals()
         for number, path in ((1, order["stdout"]), (2, order["stderr"])):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
             os.dup2(fd, number)
             os.close(fd)
         os.chdir(order["cwd"])

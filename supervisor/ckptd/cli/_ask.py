@@ -117,24 +117,27 @@ def _readable(status: dict[str, Any]) -> str:
 @json_option
 @click.option("--now", is_flag=True, help="Do not wait for a save.")
 @click.option("--wait/--no-wait", default=True, help="Return when the run is over (default), or at once.")
-def stop(run: str | None, as_json: bool, now: bool, wait: bool) -> int:
+@click.option("--detach", is_flag=True, help="End the daemon alone: training goes on, until `ckptd run` takes it up.")
+def stop(run: str | None, as_json: bool, now: bool, wait: bool, detach: bool) -> int:
     """Have RUN save at the next step and stop; its daemon exits with status 75."""
+    if now and detach:
+        raise UsageError("--detach leaves training alone, and --now ends it: give one of them")
     run_dir = find_run(run)
     over = _before_request(run_dir)["outcome"]
     if over is not None:
         print(json.dumps({"accepted": False, "outcome": over}) if as_json else f"it is over already: {over['detail']}")
         return ExitStatus.FINISHED
-    answer = _request(run_dir, "stop_now" if now else "stop")
-    while wait and _lives(run_dir):
+    answer = _request(run_dir, "detach" if detach else "stop_now" if now else "stop")
+    # Its lock is the last that a daemon gives up: then another one can begin.
+    while wait and (_lives(run_dir) or run_dir.lock_holder() is not None):
         time.sleep(0.1)
     document = read_status(run_dir) if wait else None
     if as_json:
         print(json.dumps({"accepted": True, "outcome": document["outcome"] if document else None}))
     else:
         outcome = document["outcome"] if document else None
-        print(
-            f"{outcome['outcome']}: {outcome['detail']}" if outcome else answer.get("why") or "asked to save and stop"
-        )
+        asked = "the daemon was asked to leave; the run goes on" if detach else "asked to save and stop"
+        print(f"{outcome['outcome']}: {outcome['detail']}" if outcome else answer.get("why") or asked)
     return ExitStatus.FINISHED
 
 
@@ -218,7 +221,8 @@ def _before_request(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _request(run_dir: RunDir, what: str) -> dict[str, Any]:
-    answer = ask_daemon(run_dir.socket_path(), {"what": what, "source": f"ckptd {what.partition('_')[0]}"})
+    source = "ckptd stop --detach" if what == "detach" else f"ckptd {what.partition('_')[0]}"
+    answer = ask_daemon(run_dir.socket_path(), {"what": what, "source": source})
     if answer["type"] != "accepted":
         raise UsageError(f"refused: {answer.get('why')}")
     return answer

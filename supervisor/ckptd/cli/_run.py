@@ -22,12 +22,14 @@ from ckptd.daemon import Daemon
 from ckptd.errors import ExitStatus, JobSpecError, PortTaken
 from ckptd.launchers.local import LocalLauncher
 from ckptd.ledger import Ledger
+from ckptd.notify import Notifier
 from ckptd.rundir import RunDir
 from ckptd.web.http import Application, WebServer
 from ckptd.web.metrics import Tally
 
 REFRESH_S = 0.5
 QUIET_REFRESH_S = 30.0
+NOTIFY_INTERVAL_S = 5.0
 MAX_UNREAD = 1000
 CLOSE_PATIENCE_S = 2.0
 NOTHING_LIVES = (Status.STARTING, Status.ENDED)
@@ -105,14 +107,15 @@ def _columns() -> int:
 @click.option("--take-over", is_flag=True, help="Take the run over from a daemon on another host that is surely gone.")
 def run(job: str, take_over: bool) -> int:
     """Run the job described by JOB (default: job.yaml) until it is over; started again, it goes on where it was."""
+    notifier = Notifier.from_environment()
     spec = jobspec.load(job)
     run_dir = RunDir(spec.run_dir_path)
     run_dir.create()
     with run_dir.acquire_lock(take_over=take_over), Ledger.open(run_dir.ledger_path) as ledger:
-        return _supervise(spec, run_dir, ledger)
+        return _supervise(spec, run_dir, ledger, notifier)
 
 
-def _supervise(spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger) -> int:
+def _supervise(spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger, notifier: Notifier) -> int:
     terminal = Terminal()
     logging.basicConfig(level=logging.WARNING, handlers=[_TerminalLog(terminal)])
     tally = Tally()
@@ -130,14 +133,16 @@ def _supervise(spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger) -> int:
         devices=None if devices == "auto" else devices,
     )  # fmt: skip
     daemon = Daemon(
-        spec=spec, run_dir=run_dir, run_id=run_id, ledger=ledger, launcher=launcher, socket_path=socket_path
-    )
+        spec=spec, run_dir=run_dir, run_id=run_id, ledger=ledger, launcher=launcher, socket_path=socket_path,
+        notifier=notifier,
+    )  # fmt: skip
     state = daemon.picture.run
     if state.status is Status.ENDED and state.outcome is not None and state.outcome.outcome == "finished":
         print(
             f"{spec.name}: {state.outcome.detail}; it does not train again. To train afresh give the run another name",
             file=sys.stderr,
         )
+        notifier.ready()  # a service that ends before it is ready has failed, in systemd's eyes
         return ExitStatus.FINISHED
     if state.status in NOTHING_LIVES and (problem := jobhost.tier_problem(spec)) is not None:
         raise JobSpecError([f"job.yaml: {problem}"])
@@ -148,7 +153,7 @@ def _supervise(spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger) -> int:
         if warning:
             terminal.say(f"warning: {warning}")
     try:
-        status = asyncio.run(_run(daemon, terminal))
+        status = asyncio.run(_run(daemon, terminal, notifier))
         _farewell(daemon, terminal)
     finally:
         if web is not None:
@@ -173,17 +178,23 @@ def _web(spec: jobspec.JobSpec, daemon: Daemon, tally: Tally, terminal: Terminal
     return web
 
 
-async def _run(daemon: Daemon, terminal: Terminal) -> int:
+async def _run(daemon: Daemon, terminal: Terminal, notifier: Notifier) -> int:
     async def refresh() -> None:
         while True:
             await asyncio.sleep(REFRESH_S if terminal.tty else QUIET_REFRESH_S)
             terminal.refresh(_text.status_line(daemon.status()))
 
-    showing = asyncio.create_task(refresh())
+    async def tell() -> None:
+        while notifier.active:
+            notifier.status(_text.status_line(daemon.status()))
+            await asyncio.sleep(NOTIFY_INTERVAL_S)
+
+    showing = [asyncio.create_task(refresh()), asyncio.create_task(tell())]
     try:
         return await daemon.run()
     finally:
-        showing.cancel()
+        for task in showing:
+            task.cancel()
 
 
 def _farewell(daemon: Daemon, terminal: Terminal) -> None:
@@ -193,6 +204,8 @@ def _farewell(daemon: Daemon, terminal: Terminal) -> None:
         where = daemon.run_dir.attempt_dir(last.attempt or daemon.picture.run.attempt)
         who = "" if last.rank is None else f" rank {last.rank},"
         terminal.say(f"--- the last error,{who} logs in {where} ---\n{last.message.rstrip()}\n---")
+    if daemon.picture.run.status is not Status.ENDED:
+        terminal.say(f"this daemon leaves, the run goes on; `ckptd run` takes it up again: {daemon.run_dir.path}")
     terminal.say(_text.summary(daemon.status()))
 
 

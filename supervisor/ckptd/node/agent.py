@@ -18,13 +18,13 @@ import time
 import uuid
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ckptd import __version__
 from ckptd.errors import CkptdError
 from ckptd.link import AgentLink, Message
-from ckptd.node import health, processes, tiers, warm
+from ckptd.node import health, logs, processes, tiers, warm
 from ckptd.node.attempt import Attempt, rank_of, recorded_workers
 from ckptd.node.evidence import KernelLog, OomCounter
 from ckptd.place import Place
@@ -51,13 +51,16 @@ class Settings:
     stop_grace_s: float
     orphan_timeout_s: float
     warm: warm.Recipe | None = None
+    logs: logs.Rules = field(default_factory=logs.Rules)
 
     @classmethod
     def from_message(cls, data: Message) -> Settings:
         recipe = data.get("warm")
+        known = {f.name for f in fields(cls)}  # a newer daemon that adopts this agent may say more
         return cls(
             **{
-                **data,
+                **{key: value for key, value in data.items() if key in known},
+                "logs": logs.Rules.from_dict(data.get("logs", {})),
                 "tiers": [tiers.Tier.from_dict(t) for t in data["tiers"]],
                 "warm": None if recipe is None else warm.Recipe.from_message(recipe),
             }
@@ -85,6 +88,7 @@ class Agent:
         self._control_seq = 0
         self._warmth: warm.Warmth | None = None
         self._kernel = KernelLog()
+        self._log_paths: list[str] = []
         self._ended: set[int] = set()
         """Attempts whose end was told: a stop that crossed that news on the way needs no other answer."""
         self._stuck: list[processes.Process] = []
@@ -135,6 +139,7 @@ class Agent:
             self._watch_orphanhood(),
             self._keep_warm(),
             self._reap_orphans(),
+            self._mind_logs(),
         ]
         tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(job) for job in jobs]
         stopped: asyncio.Task[Any] = asyncio.ensure_future(self._exiting.wait())
@@ -142,6 +147,8 @@ class Agent:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.settings is not None:  # what was printed since the last look
+            logs.trim_all(self._log_paths, self.settings.logs)
         for task in done:
             if task is not stopped:
                 task.result()
@@ -414,6 +421,34 @@ class Agent:
             dead = {p for p in processes.dead_children() if p.pid not in workers and p.pid not in self._own_children()}
             processes.reap(dead & before)
             before = dead
+
+    async def _mind_logs(self) -> None:
+        """Cut the logs of workers that write too much, and its own; forget those of attempts long past."""
+        seen = 0
+        told: set[str] = set()
+        while True:
+            await asyncio.sleep(logs.LOOK_INTERVAL_S)
+            attempt = self.attempt
+            if self.settings is None or attempt is None:
+                if self.settings is not None and self._log_paths:  # what the last attempt printed at its end
+                    await asyncio.to_thread(logs.trim_all, self._log_paths, self.settings.logs)
+                continue
+            rules = self.settings.logs
+            names = [name(rank) for rank in attempt.ranks for name in (contract.stdout_name, contract.stderr_name)]
+            self._log_paths = [os.path.join(attempt.directory, name) for name in names]
+            self._log_paths.append(os.path.join(self.run_dir, f"agent-{self.node}.log"))
+            for path, what in (await asyncio.to_thread(logs.trim_all, self._log_paths, rules)).items():
+                if path not in told:
+                    told.add(path)
+                    lost = (
+                        f"{what} bytes of it were thrown away" if isinstance(what, int) else f"it cannot be cut: {what}"
+                    )
+                    self._link.event("noted", level="warning", what=f"{path} grows too fast (logs.max_size): {lost}")
+            if attempt.number != seen:
+                seen = attempt.number
+                told.clear()
+                directory = os.path.join(self.run_dir, "attempts")
+                await asyncio.to_thread(logs.forget_attempts, directory, rules, in_use={seen})
 
     async def _watch_health(self) -> None:
         while True:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptd.core import kernel_log
-from ckptd.node import processes
+from ckptd.node import logs, processes
 from ckptd.node.evidence import KernelLog, OomCounter
 from ckptd.node.processes import Process
 from ckptd.node.reports import EVENT_OF_REPORT, ReportTail, live_picture, read_error, read_pulses, tail_of
@@ -355,7 +355,7 @@ class Attempt:
                     "gpu_lost": kernel.lost,
                     "stacks": tail_of(self._stacks_path(rank), 16_384) if self._wants_stacks else "",
                     "error": read_error(os.path.join(self.directory, contract.error_name(rank))),
-                    "stderr_tail": tail_of(os.path.join(self.directory, contract.stderr_name(rank))),
+                    "stderr_tail": logs.tail(os.path.join(self.directory, contract.stderr_name(rank))),
                     "step": pulse.step if pulse is not None else 0,
                 }
             )

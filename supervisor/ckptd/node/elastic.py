@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
@@ -189,8 +190,17 @@ class AttemptAgent(LocalElasticAgent):
             started = super()._start_workers(worker_group)
         for number, handler in kept.items():
             signal.signal(number, handler)
+        if not warm:
+            self._have_logs_appended()
         self._on_started({worker_group.workers[local].global_rank: pid for local, pid in started.items()}, warm)
         return started
+
+    def _have_logs_appended(self) -> None:
+        """Let logs be cut behind their writers (see `logs`): elastic opens them without O_APPEND, and shares its files."""
+        for handler in getattr(self._pcontext, "subprocess_handlers", {}).values():
+            for stream in (handler._stdout, handler._stderr):
+                if stream is not None:
+                    fcntl.fcntl(stream, fcntl.F_SETFL, fcntl.fcntl(stream, fcntl.F_GETFL) | os.O_APPEND)
 
     def _start_warm(self, worker_group: WorkerGroup, warmth: Warmth) -> dict[int, Any]:
         """As `LocalElasticAgent._start_workers`, with a fork in place of an exec."""
