@@ -7,6 +7,7 @@ CkptdError (70)
 ├── RunLocked (64)              another daemon owns the run directory
 ├── LedgerError (70)            the ledger cannot be opened, or was written by a newer ckptd
 │   └── LedgerFull (70)         no room for another event: training goes on, its history has a gap
+├── HistoryError (64)           imported logs: the file cannot be used, or has no log of that name
 ├── DaemonUnreachable (69)      a request to a daemon that does not answer
 ├── LaunchError (69)            a node agent cannot be started
 ├── PortTaken (78)              `web.listen` names an address that is in use
@@ -66,6 +67,10 @@ class LedgerError(CkptdError):
 
 class LedgerFull(LedgerError):
     pass
+
+
+class HistoryError(CkptdError):
+    exit_status = ExitStatus.USAGE
 
 
 class DaemonUnreachable(CkptdError):

@@ -194,6 +194,7 @@ def _contradictions(spec: JobSpec) -> Iterator[_Finding]:
     yield from _about_batch(spec)
     yield from _about_intervals(spec)
     yield from _about_tiers(spec)
+    yield from _about_prior(spec)
     yield from _about_files(spec)
 
 
@@ -305,6 +306,13 @@ def _about_tiers(spec: JobSpec) -> Iterator[_Finding]:
     if len(tiers) > 1:
         message = "promotion between tiers is not available in this version; keep one tier, the safest"
         yield _Finding(message, [(*everything, 1)])
+
+
+def _about_prior(spec: JobSpec) -> Iterator[_Finding]:
+    if spec.prior.log is not None:
+        for name in sorted({"failures", "device_hours"} & spec.prior.model_fields_set):
+            message = f"the prior comes from the log {spec.prior.log!r}; leave either this or prior.log out"
+            yield _Finding(message, [("prior", name), ("prior", "log")])
 
 
 def _about_files(spec: JobSpec) -> Iterator[_Finding]:

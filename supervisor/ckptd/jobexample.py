@@ -55,7 +55,7 @@ restart:
 # health: {interval: 30s, command: null}    # a command that prints the indices of unhealthy devices
 # drill: {every: null, tier: null, tolerance: 0.1}    # restore a checkpoint for trial so often
 # logs: {max_size: 100MiB, keep: 2, keep_attempts: 50}   # of what workers print
-# prior: {failures: 1.0, device_hours: 50000}
+# prior: {failures: 1.0, device_hours: 50000}      # or {log: NAME, max_failures: 10}: see `ckptd import`
 # web: {listen: "127.0.0.1:9775"}           # /metrics and the page; port 0: any free one; null: none
 """
 

@@ -18,6 +18,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ckptd import rundir
 from ckptd.core.policy import Formula, OnReject, Policy
+from ckptd.core.sitelog import MAX_FAILURES
+from ckptd.core.sitelog import Prior as GammaPrior
 from ckptd.errors import JobSpecError
 from ckptd.jobscalars import (
     Bool,
@@ -198,6 +200,10 @@ class Prior(_Model):
     """So many failures."""
     device_hours: Annotated[float, BeforeValidator(read_number), Field(gt=0, allow_inf_nan=False)] = 50_000.0
     """In so many device-hours."""
+    log: Name | None = None
+    """Name of an imported log to take the two from instead; null: they are as they stand."""
+    max_failures: Annotated[float, BeforeValidator(read_number), Field(gt=0, allow_inf_nan=False)] = MAX_FAILURES
+    """The log weighs no more than so many failures: with more of its own the run goes by those."""
 
 
 class Web(_Model):
@@ -249,6 +255,7 @@ class JobSpec(_Model):
 
     _source: str | None = PrivateAttr(default=None)
     _text: bytes = PrivateAttr(default=b"")
+    _prior: GammaPrior | None = PrivateAttr(default=None)
 
     @property
     def source(self) -> str | None:
@@ -291,8 +298,18 @@ class JobSpec(_Model):
         assert tier.path is not None, f"tier {tier.name} has no path"
         return self.resolve(tier.path) / self.name
 
+    @property
+    def text(self) -> bytes:
+        """The file as it was read."""
+        return self._text
+
+    def believe(self, prior: GammaPrior) -> None:
+        """Take the prior from here: `prior.log` says which log it is in, and not what that says."""
+        self._prior = prior
+
     def policy(self, run_id: str) -> Policy:
-        """What the core needs to decide."""
+        """What the core needs to decide. Without `jobprior.resolve`, `prior.log` is passed over: drills save when told to."""
+        prior = self._prior or GammaPrior(failures=self.prior.failures, device_seconds=self.prior.device_hours * 3600.0)
         interval = self.checkpoint.interval
         return Policy(
             run_id=run_id,
@@ -316,8 +333,8 @@ class JobSpec(_Model):
             rollback_after=self.guard.rollback_after,
             drill_every_s=self.drill.every,
             drill_tier=self.drill.tier,
-            prior_failures=self.prior.failures,
-            prior_device_seconds=self.prior.device_hours * 3600.0,
+            prior_failures=prior.failures,
+            prior_device_seconds=prior.device_seconds,
         )
 
     def frozen_text(self) -> bytes:

@@ -35,6 +35,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "drain": ("ckptd.cli._ask:drain", "Take a device or a node out of use."),
     "undrain": ("ckptd.cli._ask:undrain", "Give a device or a node back."),
     "plan": ("ckptd.cli._plan:plan", "Work out how often a job should save, and what that costs."),
+    "import": ("ckptd.cli._import:import_log", "Read a log of interruptions: a CSV, or the output of sacct -P."),
     "validate": ("ckptd.cli._validate:validate", "Check a job.yaml without starting anything."),
 }
 """Name of each command: where it is (`module:attribute`), and a line for `ckptd --help`, which imports none of them."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from datetime import tzinfo
 from typing import Any, Final
 
 import click
 
+from ckptd.sitelogs.times import parse_zone
 from ckptd.units import checked_duration, parse_duration, shortened
 
 _NUMBER: Final = re.compile(r"[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?")
@@ -47,3 +49,17 @@ class Amount(click.ParamType[float]):
         if not 0 < number < math.inf:
             self.fail(f"{shortened(value)} is not a number above zero", param, ctx)
         return number
+
+
+class Zone(click.ParamType[tzinfo]):
+    """A time zone: `UTC`, `+08:00` or `Europe/Berlin`."""
+
+    name = "zone"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tzinfo:
+        if isinstance(value, tzinfo):
+            return value
+        try:
+            return parse_zone(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)

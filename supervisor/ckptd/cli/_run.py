@@ -14,9 +14,10 @@ import uuid
 
 import click
 
-from ckptd import jobhost, jobspec
+from ckptd import jobhost, jobprior, jobspec
 from ckptd.cli import _text
 from ckptd.core import events
+from ckptd.core.policy import Policy
 from ckptd.core.run import Status
 from ckptd.daemon import Daemon
 from ckptd.errors import ExitStatus, JobSpecError, PortTaken
@@ -110,20 +111,35 @@ def run(job: str, take_over: bool) -> int:
     notifier = Notifier.from_environment()
     spec = jobspec.load(job)
     run_dir = RunDir(spec.run_dir_path)
+    no_prior = None
+    try:
+        jobprior.resolve(spec)
+    except JobSpecError as error:
+        if not run_dir.ledger_path.exists():
+            raise
+        no_prior = error
     run_dir.create()
     with run_dir.acquire_lock(take_over=take_over), Ledger.open(run_dir.ledger_path) as ledger:
-        return _supervise(spec, run_dir, ledger, notifier)
+        return _supervise(spec, run_dir, ledger, notifier, no_prior)
 
 
-def _supervise(spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger, notifier: Notifier) -> int:
+def _supervise(
+    spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger, notifier: Notifier, no_prior: JobSpecError | None
+) -> int:
     terminal = Terminal()
     logging.basicConfig(level=logging.WARNING, handlers=[_TerminalLog(terminal)])
     tally = Tally()
     run_id = ""
+    policy = None
     for _, event in ledger.events():
         tally.apply(event)
         if isinstance(event, events.DaemonStarted):
             run_id = str(event.policy.get("run_id", "")) or run_id
+            policy = Policy.from_dict(event.policy)
+    if no_prior is not None:
+        if policy is None:
+            raise no_prior
+        jobprior.keep(spec, policy)
     run_id = run_id or uuid.uuid4().hex[:12]
     run_dir.freeze_job(spec.frozen_text())
     devices = spec.cluster.devices_per_node
@@ -149,7 +165,8 @@ def _supervise(spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger, notifier:
     web = _web(spec, daemon, tally, terminal)
     daemon.observers += [tally.apply, terminal.event]
     terminal.say(f"{spec.name}: run {run_id} in {run_dir.path}" + (f", http://{web.address}/" if web else ""))
-    for warning in (ledger.warning, jobhost.idle_devices(spec)):
+    stale = None if no_prior is None else f"{no_prior}; the run goes on with the prior that it had"
+    for warning in (ledger.warning, jobhost.idle_devices(spec), stale):
         if warning:
             terminal.say(f"warning: {warning}")
     try:

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from ckptd import jobhost, jobspec
+from ckptd import jobhost, jobprior, jobspec
 from ckptd.errors import ExitStatus, JobSpecError
 from ckptd.jobscalars import Steps
 from ckptd.units import format_duration
@@ -19,6 +19,7 @@ def validate(path: str, as_json: bool) -> int:
     """Check PATH (default: job.yaml) and start nothing. Exit status 78 when it is wrong."""
     try:
         spec = jobspec.load(path)
+        told = jobprior.resolve(spec)
     except JobSpecError as error:
         if not as_json:
             raise
@@ -28,12 +29,12 @@ def validate(path: str, as_json: bool) -> int:
         print(json.dumps({"ok": True, "problems": []}))
         return ExitStatus.FINISHED
     print(f"{path}: ok")
-    for label, text in _summary(spec):
+    for label, text in _summary(spec, told):
         print(f"  {label:<12} {text}")
     return ExitStatus.FINISHED
 
 
-def _summary(spec: jobspec.JobSpec) -> list[tuple[str, str]]:
+def _summary(spec: jobspec.JobSpec, prior: str | None) -> list[tuple[str, str]]:
     cluster, interval = spec.cluster, spec.checkpoint.interval
     most = "all healthy" if cluster.max_devices is None else str(cluster.max_devices)
     multiple = f", in multiples of {cluster.multiple_of}" if cluster.multiple_of > 1 else ""
@@ -63,6 +64,8 @@ def _summary(spec: jobspec.JobSpec) -> list[tuple[str, str]]:
         ("checkpoints", f"{spec.tier_dir(tier)} (tier {tier.name}, keep {tier.keep_last})")
         for tier in spec.checkpoint.tiers
     ]
+    if prior is not None:
+        lines.append(("prior", prior))
     lines.append(("web", spec.web.listen or "none"))
     idle = jobhost.idle_devices(spec)
     if idle is not None:
