@@ -7,6 +7,13 @@ from dataclasses import dataclass
 
 from ckptd.core import events
 
+_DONE_BY_HAND = (events.CheckpointPinned, events.CheckpointDeleted, events.RolledBack)
+
+
+def clocked_by(last: events.Event | None, event: events.Event) -> events.Event:
+    """Which of two events in a row the clock goes by: what is done to a run that is over does not set it going."""
+    return last if isinstance(last, events.RunEnded) and isinstance(event, _DONE_BY_HAND) else event
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunClock:

@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 from ckptd import __version__, link, orders, status
 from ckptd.agents import Agents, Session
-from ckptd.clock import RunClock
+from ckptd.clock import RunClock, clocked_by
+from ckptd.consult import Consultations
 from ckptd.core import events, picture
 from ckptd.core.decisions import Ask, Command, Launch, Record, Rehearse, Steer, Stop, next_deadline
 from ckptd.core.hang import Limits
@@ -36,6 +37,7 @@ from ckptd.place import Place
 from ckptd.rehearsal import Rehearsal
 from ckptd.rundir import RunDir, boot_id
 from ckptd.units import format_duration
+from ckptd.upkeep import Upkeep
 from ckptd.watch import Watch
 from ckptd_shim import contract
 
@@ -92,6 +94,8 @@ class Daemon:
         self._rehearsal = Rehearsal(run_dir=str(run_dir.path), done=self.happened, now=self.clock.now)
         self._held: dict[str, float] = {}
         """Checkpoints that somebody else reads, to when they are not to be deleted, by the monotonic clock."""
+        self._consultations = Consultations(self.agents)
+        self._upkeep = Upkeep(self, self._consultations)
 
     # --- history and time ---
 
@@ -100,7 +104,7 @@ class Daemon:
         anchor: events.DaemonStarted | None = None
         for _, event in self._ledger.events():
             self.picture = picture.apply(self.picture, event)
-            last = event
+            last = clocked_by(last, event)
             self._watch.saw(event)
             if isinstance(event, events.DaemonStarted):
                 anchor = event
@@ -219,10 +223,10 @@ class Daemon:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Ask(node=node, what=what, avoid=avoid):
+            case Ask(node=node, what=what, avoid=avoid, suspects=suspects):
                 question: Message = {"type": "ask", "what": what}
                 if what == "inventory":
-                    question |= {"markers": dict(self._markers), "avoid": list(avoid)}
+                    question |= {"markers": dict(self._markers), "avoid": list(avoid), "suspects": list(suspects)}
                 self.agents.say(node, ("ask", what), question)
             case Launch(node=node, attempt=attempt):
                 order = orders.launch(self.spec, self.run_dir, self.run_id, self.picture, node, drill=self._drill)
@@ -326,7 +330,8 @@ class Daemon:
         if first is None:
             return
         if first["type"] == "request":
-            channel.send(self._answer(first))
+            answer = await self._upkeep.answer(first) if self._upkeep.answers(first) else self._answer(first)
+            channel.send(answer)
             await channel.flush()
         elif first["type"] == "hello":
             await self._serve_agent(channel, first)
@@ -415,6 +420,7 @@ class Daemon:
             while (message := await channel.receive()) is not None:
                 self._from_agent(session, message)
         finally:
+            self._consultations.lost(session)
             if self.agents.left(session):
                 self._wake.set()
 
@@ -426,6 +432,8 @@ class Daemon:
                 self._look_at_ranks()
         elif message["type"] == "event":
             self._event_from_agent(session, message)
+        elif message["type"] == "answer":
+            self._consultations.answered(message)
         else:
             log.warning("node %s sent a message of an unknown kind: %s", session.node, message["type"])
 
@@ -488,15 +496,22 @@ class Daemon:
     # --- what the daemon does by itself ---
 
     def _prune(self) -> None:
-        state = self.picture.run
+        for session in self.agents.sessions():
+            session.channel.send({"type": "prune", "holdings": self.holdings()})
+
+    def holdings(self) -> Message:
+        """What retention has to know of the run."""
         now = time.monotonic()
         self._held = {path: until for path, until in self._held.items() if until > now}
-        named = ((state.resume or {}).get("path"), state.committed and state.committed.path, self._rehearsal.holding)
-        protected = [path for path in (*named, *self._held) if path]
-        for session in self.agents.sessions():
-            session.channel.send({"type": "prune", "live_attempt": state.attempt, "protected": protected})
+        drilled = [path for path in (self._rehearsal.holding, *self._held) if path]
+        return orders.holdings(self.picture.run, self.run_id, drilled=drilled)
 
     # --- what others ask of it ---
+
+    @property
+    def markers(self) -> dict[str, str]:
+        """CRC-32C of the markers of the newest commits, by `marker_key`."""
+        return dict(self._markers)
 
     def status(self) -> dict[str, Any]:
         """The status document. May be called from another thread: pictures are never changed in place."""

@@ -5,9 +5,11 @@ A connection begins with one line that says who dials: an agent's `hello`, or a 
     agent -> daemon   hello {node, agent_id, pid, devices, running, ...}
                       event {seq, kind, attempt, rank, age_s, data}     kept until acknowledged, sent again after a redial
                       live  {mono, ranks, ...}                          where training is; never kept
+                      answer {token, ok, ...}                           to a `consult`; never kept
     daemon -> agent   welcome {settings, acknowledged} | refused {why}
                       ack {seq}                                         the ledger has every event up to `seq`
-                      launch | stop | control | ask | stacks | exit     orders
+                      launch | stop | control | ask | prune | unpin | exit   orders
+                      consult {token, what, ...}                        what a command line wants to know or have done
     command line      request {what, ...}  ->  one line of answer
 
 Times travel as ages (`age_s`: how long ago, by the sender's monotonic clock), so clocks need not agree.
@@ -150,6 +152,11 @@ class AgentLink:
         self._spool.append(item)
         if self._channel is not None:
             self._send_event(self._channel, item)
+
+    def say(self, message: Message) -> None:
+        """Send what is of use only now: an answer to somebody who waits for it."""
+        if self._channel is not None:
+            self._channel.send(message)
 
     def live(self, message: Message) -> None:
         """Tell where training is, if anybody listens."""

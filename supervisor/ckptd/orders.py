@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from ckptd.core.estimates import Estimate
+from ckptd.core.keeping import name_of
 from ckptd.core.picture import Picture
 from ckptd.core.run import RunState
 from ckptd.jobscalars import Steps
@@ -48,6 +50,27 @@ def _tier(spec: JobSpec, tier: Tier) -> dict[str, Any]:
         "keep_last": tier.keep_last,
         "keep_every_steps": every.steps if isinstance(every, Steps) else None,
         "keep_every_seconds": every if isinstance(every, float) else None,
+    }
+
+
+def holdings(state: RunState, run_id: str, *, live: bool = True, drilled: Iterable[str] = ()) -> dict[str, Any]:
+    """What retention has to know of a run beside the rules: the fields of `ckptd.node.retire.Holdings`.
+
+    `live`: the newest attempt may be writing. `drilled`: paths that a drill reads.
+    """
+    protected = {name_of(path): "it is being drilled" for path in drilled}
+    if state.committed is not None and state.committed.path:
+        protected[name_of(state.committed.path)] = "the newest commit that the run knows of"
+    if state.resume is not None:
+        protected[name_of(state.resume["path"])] = f"attempt {state.attempt} resumed from it"
+    if state.rollback is not None:
+        protected[name_of(state.rollback.path)] = "the run was rolled back to it"
+    return {
+        "run_id": run_id,
+        "live_attempt": state.attempt if live else None,
+        "protected": protected,
+        "pinned": list(state.keeping.pins),
+        "suspects": [list(each) for each in state.keeping.suspects()],
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptd.core import accounting, interval
+from ckptd.core import accounting, interval, keeping
 from ckptd.core.picture import Picture
 from ckptd.core.run import LIVE, Status
 
@@ -47,6 +47,7 @@ def document(
         "last_committed": None
         if committed is None
         else {"step": committed.step, "tier": committed.tier, "at": committed.at, "path": committed.path},
+        "pins": keeping.pins_as_json(state.keeping),
         "saves": {"committed": picture.saves, "failed": picture.saves_failed, "rejected": picture.saves_rejected},
         "interval": {
             "seconds": decision.interval_s if decision else None,

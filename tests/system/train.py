@@ -27,6 +27,7 @@ parser.add_argument("--losses", default="")
 parser.add_argument("--dropout", type=float, default=0.2)
 parser.add_argument("--orders", help="directory in which a file rank<k> holds the fault that rank k is to have now")
 parser.add_argument("--stuck", default="", help="file that no read returns from")
+parser.add_argument("--pin", type=int, default=0, help="step at which the script pins what is saved of it, or after")
 parser.add_argument("--linger", action="store_true", help="rank 1 does not end after the end")
 parser.add_argument("--fault", action="append", default=[], help="KIND:STEP[:RANK[:ATTEMPT]], at the end of that step")
 args = parser.parse_args()
@@ -148,6 +149,8 @@ while shim.global_step < args.steps and not shim.stopping:
             with open(args.losses, "a", encoding="ascii") as file:
                 file.write(f"{shim.global_step + 1} {total.item().hex()}\n")
         faults(shim.global_step + 1)
+        if args.pin and shim.global_step == args.pin:
+            shim.pin("by the script")
         if shim.step(loss=total) or shim.global_step == args.steps:
             break
 shim.close()

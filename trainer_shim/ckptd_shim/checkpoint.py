@@ -110,6 +110,9 @@ class Saver:
         """What became of the newest save that is over."""
         self.committed_step: int | None = None
         """Step of the newest commit of this attempt."""
+        self._pins: list[tuple[int, str]] = []
+        """(step from which on a commit will do, label): pins that wait for theirs."""
+        self._pinning = threading.Lock()
         # A daemon thread: a script that dies of an exception must not wait for ranks that are dead too.
         self._thread = threading.Thread(target=self._work, name="ckptd-saver", daemon=True)
         self._thread.start()
@@ -167,6 +170,19 @@ class Saver:
         if self._ranks.rank == 0:
             self._report.write(Report.SAVE_STAGED, step=position.step, stall_s=job.stall_s)
         return time.monotonic() - begun
+
+    def pin(self, step: int, label: str) -> None:
+        """Have the checkpoint of `step` reported as pinned, or else the next one, as soon as it is committed."""
+        with self._pinning:
+            newest = self.outcome
+            if newest is not None and newest.committed and newest.step >= step:
+                self._report_pin(newest.step, newest.path, label)
+            else:
+                self._pins.append((step, label))
+
+    def _report_pin(self, step: int, path: str, label: str) -> None:
+        if self._ranks.rank == 0:
+            self._report.write(Report.PINNED, step=step, path=path, label=label, pinned=True, source="shim.pin")
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is in flight. False: it still is after `timeout_s` seconds.
@@ -233,6 +249,8 @@ class Saver:
             try:
                 os.makedirs(self.target.save_dir, exist_ok=True)
                 os.mkdir(job.path)
+                with open(os.path.join(job.path, contract.OWNER), "x", encoding="utf-8") as file:
+                    file.write(self.target.run_id)
             except OSError as error:
                 problem = problem_of(error)
         told = self._ranks.exchange({"problem": problem, "alike": job.alike, "stall_s": job.stall_s, **mine})
@@ -307,7 +325,10 @@ class Saver:
     def _committed(self, job: _Job, *, stall_s: float, facts: dict[str, Any]) -> None:
         self.sequence += 1
         self.committed_step = job.position.step
-        self.outcome = Outcome(step=job.position.step, path=job.path, committed=True)
+        with self._pinning:
+            self.outcome = Outcome(step=job.position.step, path=job.path, committed=True)
+            pins = [label for step, label in self._pins if step <= job.position.step]
+            self._pins = [pin for pin in self._pins if pin[0] > job.position.step]
         if self._ranks.rank == 0:
             self._report.write(
                 Report.SAVE_COMMITTED,
@@ -320,6 +341,8 @@ class Saver:
                 comparable=job.incomparable is None,
                 **facts,
             )
+        for label in pins:
+            self._report_pin(job.position.step, job.path, label)
 
     def _commit(self, job: _Job, told: list[dict[str, Any]], metadata: Metadata | None) -> dict[str, Any]:
         """Rank 0: check that all is there, then write `COMMITTED`."""

@@ -31,6 +31,8 @@ ENV_DRILL: Final = "CKPTD_DRILL"
 
 COMMITTED: Final = "COMMITTED"
 DCP_METADATA: Final = ".metadata"
+OWNER: Final = ".run"
+"""File in a checkpoint directory that holds the id of the run which began it: written first, before any data."""
 CONTROL_FILE: Final = "control.json"
 REPORT_FILE: Final = "report.jsonl"
 
@@ -422,6 +424,8 @@ class Report(enum.StrEnum):
     """{step, path, tier, stall_s, error, errno (or null)}. The partial directory is gone unless `left` says otherwise."""
     SAVE_REJECTED = "save_rejected"
     """{step, path, tier, stall_s, why, rank (null: no single one)}. The guard refused the state; nothing of it is kept."""
+    PINNED = "pinned"
+    """`shim.pin`: {step, path, label, pinned (true), source}."""
     CONTROL_IGNORED = "control_ignored"
     """{why}."""
     STOPPING = "stopping"

@@ -376,6 +376,25 @@ class TrainerShim:
         self.stopping = True
         self._report.write(Report.STOPPING, step=step)
 
+    def pin(self, label: str = "") -> None:
+        """Keep the checkpoint of this step, or else the next one that is committed, until `ckptd unpin`. On every rank, or on rank 0.
+
+        Asks for no save. Without ckptd nothing is ever deleted, and this does nothing.
+        """
+        if self._saver is None or not self._resumed:
+            return
+        if self.resumed_from is not None and self._resumed_step() == self.global_step:
+            self._report.write(
+                Report.PINNED,
+                step=self.global_step,
+                path=self.resumed_from,
+                label=label,
+                pinned=True,
+                source="shim.pin",
+            )
+        else:
+            self._saver.pin(self.global_step, label)
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Say that the script does something else than training steps meanwhile, such as "eval": no hang."""

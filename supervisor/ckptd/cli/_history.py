@@ -13,6 +13,9 @@ from ckptd import jobspec, orders
 from ckptd.cli import _text
 from ckptd.cli._ask import json_option, run_argument
 from ckptd.core import events as ev
+from ckptd.core import picture
+from ckptd.core.keeping import name_of
+from ckptd.core.run import RunState
 from ckptd.errors import ExitStatus
 from ckptd.ledger import Ledger
 from ckptd.node import tiers
@@ -64,11 +67,13 @@ def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
     run_dir = find_run(run)
     spec = jobspec.load(run_dir.job_path, check=False)
     with Ledger.open(run_dir.ledger_path, readonly=True) as ledger:
-        known = {
-            tiers.marker_key(event.tier, event.path): event.marker_crc32c
-            for _, event in ledger.events()
-            if isinstance(event, ev.SaveCommitted)
-        }
+        history = [event for _, event in ledger.events()]
+    state = picture.replay(history).run
+    known = {
+        tiers.marker_key(event.tier, event.path): event.marker_crc32c
+        for event in history
+        if isinstance(event, ev.SaveCommitted)
+    }
     found: list[tiers.Found] = []
     unreadable = False
     for tier in orders.settings(spec)["tiers"]:
@@ -78,7 +83,7 @@ def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
             print(f"ckptd: tier {tier['name']!r} cannot be read: {error}", file=sys.stderr)
             unreadable = True
     found.sort(key=lambda f: (f.sequence, f.step), reverse=True)
-    rows = [_row(item, verify=verify) for item in found]
+    rows = [_row(item, state, verify=verify) for item in found]
     bad = [row for row in rows if row["state"] == "damaged"]
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -87,14 +92,18 @@ def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
             note = "" if row["comparable"] is not False else f"; not comparable: {row['comparable_reason']}"
             about = f"{_text.size(row['bytes'])}, {row['world_size']} workers" if row["bytes"] is not None else "-"
             problem = f"; {row['problem']}" if row["problem"] else ""
+            if row["pinned"]:
+                note = f"; pinned{': ' + row['label'] if row['label'] else ''}{note}"
             print(f"step {row['step']:<9} {row['tier']:8} {row['state']:11} {about:24} {row['path']}{note}{problem}")
         if not rows:
             print("no checkpoints yet")
     return ExitStatus.FAILED if unreadable or (verify and bad) else ExitStatus.FINISHED
 
 
-def _row(found: tiers.Found, *, verify: bool) -> dict[str, Any]:
+def _row(found: tiers.Found, run: RunState, *, verify: bool) -> dict[str, Any]:
     marker = found.marker
+    pin = run.keeping.pins.get(name_of(found.path))
+    suspect = marker is not None and marker.run_id == run.policy.run_id and run.keeping.suspect(found.sequence)
     state, problem = ("committed" if marker is not None else "partial"), found.problem
     if problem:
         state = "damaged"
@@ -104,6 +113,8 @@ def _row(found: tiers.Found, *, verify: bool) -> dict[str, Any]:
             state = "verified"
         except (CheckpointError, OSError) as error:
             state, problem = "damaged", str(error)
+    if suspect and state in ("committed", "verified"):
+        state = "suspect"
     return {
         "step": found.step,
         "attempt": found.attempt,
@@ -111,6 +122,8 @@ def _row(found: tiers.Found, *, verify: bool) -> dict[str, Any]:
         "path": found.path,
         "state": state,
         "problem": problem,
+        "pinned": pin is not None,
+        "label": pin.label if pin is not None else "",
         "sequence": marker.sequence if marker else None,
         "created": marker.created if marker else None,
         "bytes": sum(f.size for f in marker.files) if marker else None,

@@ -110,6 +110,13 @@ def event_line(event: events.Event) -> str | None:
         case events.SaveRejected():
             whose = "" if event.rank is None else f" (rank {event.rank})"
             return f"SAVE REJECTED at step {event.step}: {event.why}{whose}; the state is not committed, older commits are kept"
+        case events.CheckpointPinned():
+            label = f" ({event.label})" if event.label else ""
+            return f"step {event.step}{label} is {'pinned' if event.pinned else 'not pinned any more'}: {event.path}"
+        case events.RolledBack():
+            skips = "" if event.skip_to is None else f"; data up to sample {event.skip_to} is passed over"
+            why = f": {event.why}" if event.why else ""
+            return f"ROLLED BACK to step {event.to_step} by {event.source}{why}; later commits are suspect{skips}"
         case events.IntervalDecided():
             return (
                 f"interval: {seconds(event.interval_s)} - {event.reason}"

@@ -151,6 +151,9 @@ def apply(account: Account, event: ev.Event) -> Account:
             return replace(_drain(account), stop_requested=account.stop_requested or stop)
         case ev.Interrupted():
             return _interrupted(account, event)
+        case ev.RolledBack():
+            drained = _drain(account)
+            return drained if drained is account else replace(drained, phase="stop")
         case ev.Restarted():
             return replace(account, restart=None)
         case ev.RunEnded():

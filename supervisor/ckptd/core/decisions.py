@@ -37,6 +37,8 @@ class Ask:
     what: Literal["health", "inventory"]
     avoid: tuple[str, ...] = ()
     """Checkpoints to pass over while there is another one."""
+    suspects: tuple[tuple[int, int | None], ...] = ()
+    """Commit sequences, first and last (None: all above), that are not to be resumed from at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,11 +125,16 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
     # Where somebody can be asked what is on the tiers, that comes first: a commit that nobody told of is progress too.
     if given_up is not None and all(node.inventory_known for node in state.nodes.values() if node.connected):
         return [_end(t, "failed", 1, given_up)]
+    back = _guard_goes_back(state, t)
+    if back is not None:
+        return [back]
     timed_out = state.waiting_since is not None and t - state.waiting_since >= state.policy.wait_for_devices_s
     connected = {name: node for name, node in state.nodes.items() if node.connected}
     questions: list[Command] = [Ask(node=n, what="health") for n, node in connected.items() if not node.health_known]
     questions += [
-        Ask(node=n, what="inventory", avoid=state.suspects) for n, node in connected.items() if not node.inventory_known
+        Ask(node=n, what="inventory", avoid=state.suspects, suspects=state.keeping.suspects())
+        for n, node in connected.items()
+        if not node.inventory_known
     ]
     if not connected or questions:
         if timed_out and given_up is not None:
@@ -227,6 +234,27 @@ def _refused(state: RunState, t: float) -> Command | None:
     )  # fmt: skip
 
 
+def _guard_goes_back(state: RunState, t: float) -> Record | None:
+    """After the guard has ended an attempt: whatever that one still committed is as suspect as what was refused."""
+    last, committed, refused = state.interrupted, state.committed, state.rejection
+    if last is None or last.cause != "guard" or state.policy.on_reject != "rollback" or going_back(state):
+        return None
+    if committed is None or not committed.path or committed.path in state.suspects:
+        return None
+    skip_to = refused.position if refused is not None and state.policy.skip_data else None
+    return Record(
+        event=events.RolledBack(
+            t=t, to_step=committed.step, path=committed.path, sequence=committed.sequence, samples=committed.samples,
+            tier=committed.tier, source="guard", why=last.detail, skip_to=skip_to,
+        )
+    )  # fmt: skip
+
+
+def going_back(state: RunState) -> bool:
+    """Whether the run was rolled back and has launched nothing since."""
+    return state.keeping.leaving is not None
+
+
 def _unfit(state: RunState, name: str, index: int, t: float) -> str | None:
     """Why training must leave a device that it runs on; None: it may stay."""
     if index in state.nodes[name].unhealthy:
@@ -268,7 +296,8 @@ def _decide_stopping(state: RunState, t: float) -> list[Command]:
 def _stop(state: RunState, node: str) -> Stop:
     hung = state.failure is not None and state.failure.hang
     # After a crash nobody will save, so nobody is given time.
-    return Stop(node=node, attempt=state.attempt, grace=state.failure is None, stacks=hung)
+    grace = state.failure is None and not going_back(state)
+    return Stop(node=node, attempt=state.attempt, grace=grace, stacks=hung)
 
 
 def _decide_all_ended(state: RunState, t: float) -> list[Command]:
@@ -276,7 +305,7 @@ def _decide_all_ended(state: RunState, t: float) -> list[Command]:
     all_finished = all(state.nodes[name].finished for name in state.placement)
     request = state.request
     hung_at_the_end = state.failure is not None and state.failure.hang and state.closed
-    if (state.failure is None or hung_at_the_end) and all_finished and request is None:
+    if (state.failure is None or hung_at_the_end) and all_finished and request is None and not going_back(state):
         if state.stopped:
             return [_end(t, "stopped", 75, _where_to_go_on(state))]
         early = _ended_early(state)
@@ -325,6 +354,13 @@ def _interruption(state: RunState, t: float) -> events.Interrupted:
     # A commit of an attempt before counts only if this one resumed from it: it may have been damaged.
     own_step = committed.step if committed is not None and committed.attempt == state.attempt else 0
     lost_steps = max(0, state.step - max(own_step, (state.resume or {}).get("step", 0)))
+    back = state.rollback
+    if failure is None and going_back(state) and back is not None:
+        return events.Interrupted(
+            t=back.t, detected_t=back.t, attempt=state.attempt, cause="rollback", severity="code", planned=True,
+            lost_steps=max(0, state.step - back.to_step), step=state.step,
+            detail=f"rolled back to step {back.to_step} ({back.source})" + (f": {back.why}" if back.why else ""),
+        )  # fmt: skip
     if failure is None:
         reason = state.request.reason if state.request is not None else ""
         when = state.request.t if state.request is not None else t

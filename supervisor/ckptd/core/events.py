@@ -249,6 +249,50 @@ class SaveRejected(Event):
     path: str = ""
     stall_s: float = 0.0
     why: str = ""
+    position: int | None = None
+    """Where the data stands (global samples), what was passed over included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointPinned(Event):
+    """A committed checkpoint is to be kept whatever the rules say, on every tier that holds it; or (`pinned` false) no more."""
+
+    kind: ClassVar[str] = "checkpoint_pinned"
+    step: int = 0
+    path: str = ""
+    label: str = ""
+    pinned: bool = True
+    source: str = ""
+    """`ckptd pin`, `ckptd unpin`, or `shim.pin`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointDeleted(Event):
+    """A checkpoint directory, committed or not, is gone from a tier by our own doing."""
+
+    kind: ClassVar[str] = "checkpoint_deleted"
+    step: int = 0
+    tier: str = ""
+    path: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolledBack(Event):
+    """The run goes back to a commit: those with a higher `sequence`, up to the next launch, are suspect from here on."""
+
+    kind: ClassVar[str] = "rolled_back"
+    to_step: int = 0
+    path: str = ""
+    sequence: int = 0
+    source: str = ""
+    """`ckptd rollback` or `guard`."""
+    why: str = ""
+    samples: int = 0
+    """Trained on in that commit."""
+    tier: str = ""
+    skip_to: int | None = None
+    """Data up to this position (global samples) is passed over when the run goes on; None: nothing is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -384,7 +428,8 @@ class Noted(Event):
 for _cls in (
     DaemonStarted, Requested, RunEnded, AgentConnected, AgentLost, HealthReported, DeviceDrained, InventoryReported, AttemptLaunched,
     WorkersStarted, WorkersInitialised, StateRestored, FirstStep, Progress, SaveStaged, SaveCommitted, SaveFailed,
-    SaveRejected, FailureDetected, WorkersFinished, AttemptEnded, Interrupted, Restarted, IntervalDecided, Drilled, Noted,
+    SaveRejected, CheckpointPinned, CheckpointDeleted, RolledBack, FailureDetected, WorkersFinished, AttemptEnded,
+    Interrupted, Restarted, IntervalDecided, Drilled, Noted,
 ):  # fmt: skip
     _REGISTRY[_cls.kind] = _cls
 

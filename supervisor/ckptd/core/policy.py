@@ -40,6 +40,7 @@ class Policy:
     # drills; None: only by hand
     drill_every_s: float | None = None
     drill_tier: str | None = None
+    skip_data: bool = False
     # the prior of the failure rate
     prior_failures: float = 1.0
     prior_device_seconds: float = 50_000 * 3600.0

@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptd.core import devices, events, placement
+from ckptd.core import devices, events, keeping, placement
 from ckptd.core.devices import DeviceBook
+from ckptd.core.keeping import Keeping
 from ckptd.core.policy import Policy
 
 SUSPECT_AFTER = 2
@@ -133,6 +134,10 @@ class RunState:
     """The newest of the live attempt's states that the guard refused, unless it has committed one since."""
     rejections: int = 0
     """How many it refused in a row."""
+    keeping: Keeping = field(default_factory=Keeping)
+    """Pins, and commits that the run went back from."""
+    rollback: events.RolledBack | None = None
+    """The newest, until something is committed after it."""
     inventory: events.InventoryReported | None = None
     # requests
     save_request: int = 0
@@ -180,10 +185,13 @@ def apply(state: RunState, event: events.Event) -> RunState:
     handler = _HANDLERS.get(type(event))
     if handler is None:
         return state
-    if event.attempt is not None and event.attempt != state.attempt and not isinstance(event, events.AttemptLaunched):
+    if event.attempt is not None and event.attempt != state.attempt and not isinstance(event, _OF_ANY_ATTEMPT):
         return state
     changed: RunState = handler(state, event)
     return dataclasses.replace(changed, highest=changed.step) if changed.step > changed.highest else changed
+
+
+_OF_ANY_ATTEMPT = (events.AttemptLaunched, events.CheckpointPinned)
 
 
 def _daemon_started(state: RunState, event: events.DaemonStarted) -> RunState:
@@ -265,8 +273,8 @@ def _device_drained(state: RunState, event: events.DeviceDrained) -> RunState:
 
 
 def _inventory_reported(state: RunState, event: events.InventoryReported) -> RunState:
-    if event.problem:
-        return state
+    if event.problem or state.keeping.suspect((event.chosen or {}).get("sequence", 0)):
+        return state  # the question was put before the run went back: it is put again
     newest = state.inventory
     if newest is None or (event.chosen or {}).get("sequence", 0) >= (newest.chosen or {}).get("sequence", 0):
         newest = event
@@ -310,6 +318,7 @@ def _attempt_launched(state: RunState, event: events.AttemptLaunched) -> RunStat
         save_request=0,
         rejection=None,
         rejections=0,
+        keeping=keeping.launched(state.keeping, state.commit_sequence),
         stopped=False,
         initialised=False,
         total_steps=None,
@@ -377,11 +386,42 @@ def _save_rejected(state: RunState, event: events.SaveRejected) -> RunState:
     )
 
 
+def _checkpoint_pinned(state: RunState, event: events.CheckpointPinned) -> RunState:
+    return dataclasses.replace(state, keeping=keeping.pinned(state.keeping, event))
+
+
+def _rolled_back(state: RunState, event: events.RolledBack) -> RunState:
+    """Go back: progress counts from that commit on, and what runs is ended without a save."""
+    committed = events.SaveCommitted(
+        t=event.t, at=event.at, step=event.to_step, samples=event.samples, tier=event.tier, path=event.path,
+        sequence=event.sequence,
+    )  # fmt: skip
+    state = dataclasses.replace(
+        state, keeping=keeping.rolled_back(state.keeping, event), rollback=event, committed=committed, inventory=None,
+        nodes={name: dataclasses.replace(node, inventory_known=False) for name, node in state.nodes.items()},
+    )  # fmt: skip
+    if event.source != "guard":  # somebody thought about it: every budget begins afresh
+        state = dataclasses.replace(state, attempts_without_progress=0, not_before=0.0, signatures=(), suspects=())
+    if state.status in LIVE:
+        return dataclasses.replace(state, status=Status.STOPPING, interrupted=None)
+    if state.status is Status.ENDED and state.outcome is not None and state.outcome.outcome == "finished":
+        back = events.RunEnded(
+            t=event.t, at=event.at, outcome="stopped", exit_status=75,
+            detail=f"rolled back to step {event.to_step}, `ckptd run` goes on from there",
+        )  # fmt: skip
+        return dataclasses.replace(state, outcome=back)
+    return state
+
+
 def _committed(state: RunState, event: events.SaveCommitted) -> RunState:
+    if state.keeping.suspect(event.sequence):
+        # Of the branch that is being left: it was under way when the run went back.
+        return dataclasses.replace(state, commit_sequence=max(state.commit_sequence, event.sequence))
     advanced = state.committed is None or event.step > state.committed.step
     return dataclasses.replace(
         state,
         committed=event,
+        rollback=None,
         commit_sequence=max(state.commit_sequence, event.sequence),
         ever_committed=True,
         attempts_without_progress=0 if advanced else state.attempts_without_progress,
@@ -498,6 +538,8 @@ _HANDLERS: dict[type[events.Event], Any] = {
     events.Progress: _progress,
     events.SaveCommitted: _save_committed,
     events.SaveRejected: _save_rejected,
+    events.CheckpointPinned: _checkpoint_pinned,
+    events.RolledBack: _rolled_back,
     events.FailureDetected: _failure_detected,
     events.WorkersFinished: _workers_finished,
     events.AttemptEnded: _attempt_ended,

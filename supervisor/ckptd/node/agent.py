@@ -27,6 +27,8 @@ from ckptd.link import AgentLink, Message
 from ckptd.node import health, logs, processes, tiers, warm
 from ckptd.node.attempt import Attempt, rank_of, recorded_workers
 from ckptd.node.evidence import KernelLog, OomCounter
+from ckptd.node.keeper import Keeper
+from ckptd.node.retire import Holdings
 from ckptd.place import Place
 from ckptd_shim import contract
 
@@ -93,7 +95,7 @@ class Agent:
         """Attempts whose end was told: a stop that crossed that news on the way needs no other answer."""
         self._stuck: list[processes.Process] = []
         """What survived SIGKILL: it was told, its device is left out, and no later end waits for it again."""
-        self._pruning = False
+        self._keeper = Keeper(run_id, emit=self._link.event, say=self._link.say)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # --- the two threads ---
@@ -170,6 +172,7 @@ class Agent:
         kind = order["type"]
         if kind == "welcome":
             self.settings = Settings.from_message(order["settings"])
+            self._keeper.tiers = self.settings.tiers
             self._kindle()
         elif kind == "launch":
             self._launch(order)
@@ -180,9 +183,13 @@ class Agent:
         elif kind == "ask" and order["what"] == "health":
             self._spawn(self._answer_health())
         elif kind == "ask" and order["what"] == "inventory":
-            self._spawn(self._answer_inventory(order["markers"], order["avoid"]))
+            self._spawn(self._answer_inventory(order))
         elif kind == "prune":
-            self._spawn(self._prune(order))
+            self._spawn(self._keeper.prune(Holdings.from_dict(order["holdings"])))
+        elif kind == "consult":
+            self._spawn(self._keeper.consulted(order))
+        elif kind == "unpin":
+            self._keeper.unpin(order["names"])
         elif kind == "exit":
             self._exiting.set()
         else:
@@ -361,34 +368,10 @@ class Agent:
         assert self._health is not None
         self._link.event("health_reported", unhealthy=sorted(self._health.unhealthy), detail=self._health.detail)
 
-    async def _answer_inventory(self, markers: dict[str, str], avoid: list[str]) -> None:
-        assert self.settings is not None
-        answer = await asyncio.to_thread(tiers.inventory, self.settings.tiers, self.run_id, markers, avoid)
-        self._link.event("inventory_reported", **answer)
-        for tier in self.settings.tiers:  # no restart waits for this
+    async def _answer_inventory(self, order: Message) -> None:
+        self._link.event("inventory_reported", **await self._keeper.inventory(order))
+        for tier in self._keeper.tiers:  # no restart waits for this
             await asyncio.to_thread(tiers.clear_graves, tier)
-
-    async def _prune(self, order: Message) -> None:
-        assert self.settings is not None
-        if self._pruning:
-            return  # the next commit asks again; a tier that hangs must not take a thread at each
-        self._pruning = True
-        try:
-            for tier in self.settings.tiers:
-                await self._prune_tier(tier, order)
-        finally:
-            self._pruning = False
-
-    async def _prune_tier(self, tier: tiers.Tier, order: Message) -> None:
-        try:
-            gone = await asyncio.to_thread(
-                tiers.prune, tier, live_attempt=order["live_attempt"], protected=set(order["protected"])
-            )
-        except OSError as error:
-            self._link.event("noted", level="warning", what=f"tier {tier.name!r}: nothing was deleted: {error}")
-            return
-        for item in gone:
-            log.info("deleted %s: %s", item.path, item.why)
 
     # --- by itself ---
 

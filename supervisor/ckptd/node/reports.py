@@ -24,6 +24,7 @@ EVENT_OF_REPORT: dict[str, str] = {
     Report.SAVE_COMMITTED: "save_committed",
     Report.SAVE_FAILED: "save_failed",
     Report.SAVE_REJECTED: "save_rejected",
+    Report.PINNED: "checkpoint_pinned",
 }
 """Report lines that are events of the ledger, field for field."""
 

@@ -1,21 +1,21 @@
-"""Committed checkpoints on this node's tiers: which there are, which to resume from, which to delete."""
+"""Committed checkpoints on this node's tiers: which there are, and which to resume from."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptd.core import retention
+from ckptd.core import keeping
+from ckptd.core.keeping import Range
+from ckptd.node.inuse import InUse
 from ckptd_shim import contract
 from ckptd_shim.digest import crc32c_bytes, verify_checkpoint
 from ckptd_shim.errors import CheckpointError
-
-log = logging.getLogger(__name__)
 
 DOOMED_PREFIX = ".doomed-"
 
@@ -109,13 +109,15 @@ def scan(tier: Tier, known: Mapping[str, str] | None = None) -> list[Found]:
 
 
 def inventory(
-    tiers: list[Tier], run_id: str, known: Mapping[str, str] | None = None, avoid: Collection[str] = ()
-) -> dict[str, Any]:
+    tiers: list[Tier], run_id: str, known: Mapping[str, str] | None = None, avoid: Collection[str] = (), *,
+    suspects: Sequence[Range] = (), in_use: InUse | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The answer to "which checkpoint?": the fields of `InventoryReported`.
 
     Goes through the commits of this run from the newest, by commit sequence, and takes the first whose files all
     have the sizes and digests of the marker; those in `avoid` (paths) only where there is no other. Where this run has no commits but an earlier run of the same name has
-    (its run directory was lost), those are taken, and `chosen.run_id` tells.
+    (its run directory was lost), those are taken, and `chosen.run_id` tells. Commits whose sequence is in `suspects`
+    are not resumed from at all. What is being read is held in `in_use`.
     """
     begun = time.monotonic()
     found: list[Found] = []
@@ -128,15 +130,17 @@ def inventory(
     rejected = [
         {"step": f.step, "tier": f.tier, "path": f.path, "problem": f.problem} for f in found if f.problem
     ]  # fmt: skip
-    own = [f for f in committed if f.marker is not None and f.marker.run_id == run_id]
-    if not own and committed:
-        newest = max(committed, key=lambda f: f.marker.created if f.marker is not None else 0.0)
+    sound = [f for f in committed if not keeping.is_suspect(suspects, f.sequence)]
+    own = [f for f in sound if f.marker is not None and f.marker.run_id == run_id]
+    if not own and sound:
+        newest = max(sound, key=lambda f: f.marker.created if f.marker is not None else 0.0)
         assert newest.marker is not None
-        own = [f for f in committed if f.marker is not None and f.marker.run_id == newest.marker.run_id]
+        own = [f for f in sound if f.marker is not None and f.marker.run_id == newest.marker.run_id]
     chosen: dict[str, Any] | None = None
     for candidate in sorted(own, key=lambda f: (f.path not in avoid, f.sequence), reverse=True):
         try:
-            marker = verify_checkpoint(candidate.path, candidate.marker_crc32c)
+            with contextlib.nullcontext() if in_use is None else in_use.hold(candidate.path):
+                marker = verify_checkpoint(candidate.path, candidate.marker_crc32c)
         except (CheckpointError, OSError) as error:
             rejected.append(
                 {"step": candidate.step, "tier": candidate.tier, "path": candidate.path, "problem": str(error)}
@@ -158,35 +162,10 @@ def inventory(
     return {
         "chosen": chosen,
         "rejected": rejected,
-        "commits": len(own) + sum(1 for f in found if f.problem),
+        "commits": len(own) + (len(committed) - len(sound)) + sum(1 for f in found if f.problem),
         "newest_sequence": max((f.sequence for f in committed), default=0),
         "seconds": time.monotonic() - begun,
     }
-
-
-def prune(tier: Tier, *, live_attempt: int | None, protected: Collection[str]) -> list[retention.Doomed]:
-    """Delete what the tier's rules no longer keep; returns what went. Renames first, so a half-deleted one looks gone."""
-    held = [
-        retention.Held(
-            path=f.path, tier=f.tier, step=f.step, sequence=f.sequence, attempt=f.attempt,
-            committed=f.marker is not None, verified=None, created_t=f.created, pinned=False, in_use=False,
-        )
-        for f in scan(tier)
-        if not f.problem  # what cannot be read is not garbage
-    ]  # fmt: skip
-    rules = retention.Rules(
-        keep_last=tier.keep_last, keep_every_steps=tier.keep_every_steps, keep_every_seconds=tier.keep_every_seconds
-    )
-    doomed = retention.plan(held, rules, protected=protected, live_attempt=live_attempt)
-    for item in doomed:
-        grave = os.path.join(tier.directory, DOOMED_PREFIX + os.path.basename(item.path))
-        try:
-            os.rename(item.path, grave)
-        except OSError as error:
-            log.warning("cannot delete %s: %s", item.path, error)
-            continue
-        shutil.rmtree(grave, ignore_errors=True)
-    return doomed
 
 
 def clear_graves(tier: Tier) -> None:

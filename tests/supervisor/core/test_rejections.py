@@ -89,10 +89,12 @@ def test_rollback_waits_for_its_number_in_a_row_and_goes_back_to_the_newest_comm
     assert [(type(e), e.guard, e.rank) for e in recorded] == [(ev.FailureDetected, True, 1)]
     assert orders == [Stop(node="a", attempt=1, grace=False)], "at once, and without a save"
     state, recorded, orders = decide(stopped(state, step=32))
-    (found,) = recorded
+    found, back = recorded
+    assert (back.to_step, back.path, back.sequence, back.source) == (10, "/c/10", 1, "guard")
+    assert state.keeping.suspect(2), "what that attempt may still have committed"
     assert (found.cause, found.severity, found.planned, found.lost_steps) == ("guard", "code", False, 22)
     assert found.detail == "the guard refused the state at step 30: w holds NaN"
-    assert orders == [Ask(node="a", what="health"), Ask(node="a", what="inventory")]
+    assert orders == [Ask(node="a", what="health"), Ask(node="a", what="inventory", suspects=((2, None),))]
     state, recorded, orders = decide(answered(state), 11.0)
     assert [(e.attempt, e.resume, e.grounds) for e in recorded] == [(2, CHOSEN, "restart")]
     assert orders == [Launch(node="a", attempt=2)]

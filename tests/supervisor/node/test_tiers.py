@@ -97,13 +97,13 @@ def test_a_marker_of_something_else_is_rejected(tier, changed, why):
     assert answer["commits"] == 1, "it counts as a commit: no cold start"
 
 
-def test_pruning_keeps_the_newest_and_what_cannot_be_read(tier):
-    kept = [commit(tier, step, step // 10) for step in (10, 20, 30, 40)]
-    with open(os.path.join(kept[0], COMMITTED), "w") as file:
-        file.write("{")
-    gone = tiers.prune(tier, live_attempt=None, protected=set())
-    assert [item.path for item in gone] == [kept[1]]
-    assert sorted(os.listdir(tier.directory)) == sorted(map(os.path.basename, (kept[0], *kept[2:])))
+def test_a_suspect_is_never_chosen_and_still_counts_as_a_commit(tier):
+    for step in (10, 20, 30):
+        commit(tier, step, step // 10)
+    assert tiers.inventory([tier], "r", suspects=[[2, None]])["chosen"]["step"] == 10
+    assert tiers.inventory([tier], "r", suspects=[[2, 2]])["chosen"]["step"] == 30
+    answer = tiers.inventory([tier], "r", suspects=[[1, 3]])
+    assert (answer["chosen"], answer["commits"], answer["newest_sequence"]) == (None, 3, 3)
 
 
 def test_a_tier_that_cannot_be_read_is_a_problem_and_not_an_empty_one(tier, tmp_path):

@@ -1,0 +1,225 @@
+"""Which checkpoints of a run leave a tier, how do they go, and what else is lying about there?
+
+Deleting renames first, so a half-deleted checkpoint looks gone. What another run made, and what nobody can say who
+made, is not touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from ckptd.core import keeping, retention
+from ckptd.core.keeping import Range, name_of
+from ckptd.node import tiers
+from ckptd.node.inuse import InUse
+from ckptd.node.tiers import DOOMED_PREFIX, Found, Tier
+from ckptd_shim import contract
+
+log = logging.getLogger(__name__)
+
+COPY_PREFIX = ".copy-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """What retention has to know beside a tier's own rules. Travels as JSON."""
+
+    run_id: str
+    live_attempt: int | None = None
+    """The attempt that may be writing; None: none lives."""
+    protected: dict[str, str] = field(default_factory=dict)
+    """Names of checkpoints that stay, and why."""
+    pinned: tuple[str, ...] = ()
+    """Names."""
+    suspects: tuple[Range, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        suspects = tuple((int(first), last) for first, last in data["suspects"])
+        return cls(**{**data, "pinned": tuple(data["pinned"]), "suspects": suspects})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One directory of a tier and its fate."""
+
+    path: str
+    tier: str
+    step: int
+    what: str
+    """`committed`, `partial`, `damaged`, `half deleted`, `half copied`."""
+    goes: bool
+    why: str
+    bytes: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def survey(
+    tier: Tier, holdings: Holdings, *, in_use: InUse | None = None, verified: Mapping[str, bool] | None = None
+) -> list[Item]:
+    """Every checkpoint directory of a tier and what retention makes of it, in the order to delete.
+
+    Args:
+        tier: where.
+        holdings: what is known of the run.
+        in_use: what this process is using.
+        verified: by path, whether every digest matched when somebody looked.
+
+    Raises:
+        OSError: the tier cannot be read.
+    """
+    using = in_use or InUse()
+    found = {f.path: f for f in tiers.scan(tier)}
+    others = {path: why for path, f in found.items() if (why := _hands_off(f, holdings.run_id)) is not None}
+    held = [
+        retention.Held(
+            path=f.path, tier=f.tier, step=f.step, sequence=f.sequence, attempt=f.attempt,
+            committed=f.marker is not None, verified=(verified or {}).get(f.path), created_t=f.created,
+            pinned=name_of(f.path) in holdings.pinned or name_of(f.path) in using.pinned, in_use=using.held(f.path),
+            suspect=keeping.is_suspect(holdings.suspects, f.sequence),
+        )
+        for f in found.values()
+        if f.path not in others
+    ]  # fmt: skip
+    rules = retention.Rules(
+        keep_last=tier.keep_last, keep_every_steps=tier.keep_every_steps, keep_every_seconds=tier.keep_every_seconds
+    )
+    protected = {
+        f.path: holdings.protected[name] for f in found.values() if (name := name_of(f.path)) in holdings.protected
+    }
+    fates = retention.judge(held, rules, protected=protected, live_attempt=holdings.live_attempt)
+    items = [_item(found[fate.path], goes=fate.doomed, why=fate.why) for fate in fates]
+    return items + [_item(found[path], goes=False, why=why) for path, why in others.items()]
+
+
+def _hands_off(found: Found, run_id: str) -> str | None:
+    """Why a directory is none of this run's business; None: this run made it."""
+    if found.problem:
+        return f"not understood, so not touched: {found.problem}"
+    if found.marker is not None:
+        return None if found.marker.run_id == run_id else f"of another run ({found.marker.run_id})"
+    owner = owner_of(found.path)
+    if owner is None:
+        return "nothing says which run began it; remove it by hand if none is writing it"
+    return None if owner == run_id else f"begun by another run ({owner})"
+
+
+def owner_of(path: str) -> str | None:
+    """The run that began a checkpoint directory; None: it does not say."""
+    try:
+        with open(os.path.join(path, contract.OWNER), encoding="utf-8") as file:
+            return file.read(200).strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def _item(found: Found, *, goes: bool, why: str) -> Item:
+    marker = found.marker
+    what = "damaged" if found.problem else "partial" if marker is None else "committed"
+    size = sum(f.size for f in marker.files) if marker is not None else None
+    return Item(path=found.path, tier=found.tier, step=found.step, what=what, goes=goes, why=why, bytes=size)
+
+
+def leftovers(tier: Tier, *, in_use: InUse | None = None, sources: Iterable[str] = ()) -> list[Item]:
+    """Half-done deletions, and half-done copies of checkpoints that are on no tier any more.
+
+    `sources`: names of the commits that are on some tier, whose copies will be gone on with.
+    """
+    try:
+        names = sorted(os.listdir(tier.directory))
+    except OSError:
+        return []
+    items = []
+    for name in names:
+        path = os.path.join(tier.directory, name)
+        prefix = next((p for p in (DOOMED_PREFIX, COPY_PREFIX) if name.startswith(p)), None)
+        parsed = None if prefix is None else contract.parse_checkpoint_dirname(name.removeprefix(prefix))
+        if prefix is None or parsed is None:
+            continue
+        original = name.removeprefix(prefix)
+        what = "half deleted" if prefix == DOOMED_PREFIX else "half copied"
+        if prefix == DOOMED_PREFIX:
+            goes, why = True, "its deletion was begun"
+        elif in_use is not None and in_use.held(original):
+            goes, why = False, "it is being copied"
+        elif original in set(sources):
+            goes, why = False, "what it is a copy of is still there: the copy will be gone on with"
+        else:
+            goes, why = True, "what it is a copy of is gone"
+        items.append(Item(path=path, tier=tier.name, step=parsed[0], what=what, goes=goes, why=why))
+    return items
+
+
+def delete(tier: Tier, items: Iterable[Item], *, in_use: InUse | None = None) -> list[Item]:
+    """Delete those of `items` that go; returns the ones that went. One that is pinned or used by now stays."""
+    using = in_use or InUse()
+    gone = []
+    for item in items:
+        if not item.goes:
+            continue
+        name = os.path.basename(item.path)
+        grave = item.path
+        if not name.startswith((DOOMED_PREFIX, COPY_PREFIX)):
+            grave = os.path.join(tier.directory, DOOMED_PREFIX + name)
+            with using.lock:
+                if using.kept(item.path):
+                    continue
+                try:
+                    os.rename(item.path, grave)
+                except OSError as error:
+                    log.warning("cannot delete %s: %s", item.path, error)
+                    continue
+        shutil.rmtree(grave, ignore_errors=True)
+        gone.append(item)
+    return gone
+
+
+def prune(
+    tier: Tier, holdings: Holdings, *, in_use: InUse | None = None, verified: Mapping[str, bool] | None = None
+) -> list[Item]:
+    """Delete what the tier's rules no longer keep; returns what went."""
+    return delete(tier, survey(tier, holdings, in_use=in_use, verified=verified), in_use=in_use)
+
+
+def collect(
+    tiers_: Iterable[Tier], holdings: Holdings, *, dry_run: bool, in_use: InUse | None = None,
+    verified: Mapping[str, bool] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """`ckptd gc`: survey every tier, and unless `dry_run` delete what goes.
+
+    Returns {"items": [fields of `Item`, and `gone`], "problems": [text]}.
+    """
+    items: list[dict[str, Any]] = []
+    problems = []
+    every = list(tiers_)
+    surveys: list[tuple[Tier, list[Item]]] = []
+    for tier in every:
+        try:
+            surveys.append((tier, survey(tier, holdings, in_use=in_use, verified=verified)))
+        except OSError as error:
+            problems.append(f"tier {tier.name!r} cannot be read: {error}")
+    sources = {name_of(i.path) for _, found in surveys for i in found if i.what == "committed"}
+    if problems:  # what cannot be seen may be what a copy is made of
+        sources |= {n for tier, _ in surveys for i in leftovers(tier) if (n := _copied(i.path))}
+    for tier, found in surveys:
+        here = found + leftovers(tier, in_use=in_use, sources=sources)
+        gone = [] if dry_run else delete(tier, here, in_use=in_use)
+        paths = {item.path for item in gone}
+        items += [{**item.to_dict(), "gone": item.path in paths} for item in here]
+    return {"items": items, "problems": problems}
+
+
+def _copied(path: str) -> str:
+    name = os.path.basename(path)
+    return name.removeprefix(COPY_PREFIX) if name.startswith(COPY_PREFIX) else ""
