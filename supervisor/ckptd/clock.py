@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptd.core import events
 
-_DONE_BY_HAND = (events.CheckpointPinned, events.CheckpointDeleted, events.RolledBack)
+_DONE_BY_HAND = (events.CheckpointPinned, events.CheckpointDeleted, events.RolledBack, events.Drilled)
 
 
 def clocked_by(last: events.Event | None, event: events.Event) -> events.Event:

@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from saving import begin_save, digest, load, make_saver, save
 from torch import nn
 
 from ckptd_shim import loading
-from ckptd_shim.contract import COMMITTED, Marker, checkpoint_dirname
+from ckptd_shim.contract import COMMITTED, OWNER, Marker, checkpoint_dirname
 from ckptd_shim.digest import crc32c_bytes, crc32c_file, verify_checkpoint
 from ckptd_shim.errors import CheckpointError
 from ckptd_shim.ranks import Ranks
@@ -64,7 +65,8 @@ def test_a_commit_lists_every_file_with_its_size_and_digest(tmp_path):
     train(model, optimizer, 1)
     path = save(tmp_path, TrainState(model=model, optimizer=optimizer))
     marker = verify_checkpoint(path, marker_crc(path))
-    assert sorted(os.listdir(path)) == sorted([COMMITTED, *(f.name for f in marker.files)])
+    assert sorted(os.listdir(path)) == sorted([COMMITTED, OWNER, *(f.name for f in marker.files)])
+    assert (Path(path) / OWNER).read_text() == marker.run_id
     assert {f.name for f in marker.files} == {".metadata", "__0_0.distcp", "extras_rank0"}
     assert (marker.step, marker.samples_seen, marker.world_size, marker.sequence, marker.comparable) == (
         3,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ckptd import jobspec, orders
 from ckptd.core import drilling, events, picture, placement
+from ckptd.core.keeping import Range, is_suspect
 from ckptd.daemon import Daemon
 from ckptd.drills.scratch import DEVICES_PATIENCE_S, NEVER, supervise
 from ckptd.errors import CkptdError, UsageError
@@ -70,14 +71,16 @@ def choose_tier(spec: JobSpec, name: str | None) -> Tier:
 
 
 def newest(
-    spec: JobSpec, tier: Tier, run_id: str, known: Mapping[str, str], suspect: Collection[str] = ()
-) -> Candidate | Result:
-    """The newest commit of the run on a tier, or why there is none to try."""
+    spec: JobSpec, tier: Tier, run_id: str, known: Mapping[str, str], suspect: Collection[str] = (), *,
+    left: Collection[Range] = (),
+) -> Candidate | Result:  # fmt: skip
+    """The newest commit of the run on a tier, or why there is none to try. `left`: sequences that it went back from."""
     settings = next(each for each in orders.settings(spec)["tiers"] if each["name"] == tier.name)
     try:
         found = tiers.scan(tiers.Tier.from_dict(settings), known)
     except OSError as error:
         return Result(tier=tier.name, problem=f"tier {tier.name!r} cannot be read: {error}")
+    found = [f for f in found if not is_suspect(left, f.sequence)]
     own = [f for f in found if f.path not in suspect and (f.problem or (f.marker and f.marker.run_id == run_id))]
     if not own:
         return Result(tier=tier.name, problem=f"tier {tier.name!r} holds no committed checkpoint of this run")
@@ -196,7 +199,7 @@ def rehearse(
         for event in history
         if isinstance(event, events.SaveCommitted)
     }
-    found = newest(spec, tier, run.policy.run_id, known, run.suspects)
+    found = newest(spec, tier, run.policy.run_id, known, run.suspects, left=run.keeping.suspects())
     if isinstance(found, Result):
         return found
     world_for(spec, workers)
