@@ -37,6 +37,7 @@ def test_the_wheel_holds_the_two_packages_and_nothing_else(wheel):
     packages = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert packages == {"ckptd", "ckptd_shim"}
     assert {"ckptd/py.typed", "ckptd_shim/py.typed", "ckptd/cli/__init__.py", "ckptd/node/agent.py"} <= set(names)
+    assert {f"ckptd/web/{name}" for name in ("templates/page.html", "static/page.js", "static/page.css")} <= set(names)
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
     sources = {
         str(path.relative_to(ROOT / root))

@@ -129,7 +129,7 @@ def test_the_parts_of_a_restart_sum_and_it_was_warm(make_job):
     assert job.wait() == 0
     told = json.loads(job.ckptd("report", str(job.run_dir), "--json").stdout)
     assert [row["total_s"] for row in told["restarts"]] == [pytest.approx(restarted.total_s)]
-    assert "rank 0 was killed by SIGKILL" in job.ckptd("report", str(job.run_dir)).stdout
+    assert "rank 0 was killed by SIGKILL" in job.ckptd("report", str(job.run_dir), "--text").stdout
     status = job.status()
     assert status["last_restart"]["total_s"] == pytest.approx(restarted.total_s)
 

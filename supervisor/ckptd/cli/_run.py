@@ -26,6 +26,7 @@ from ckptd.ledger import Ledger
 from ckptd.notify import Notifier
 from ckptd.rundir import RunDir
 from ckptd.web.http import Application, WebServer
+from ckptd.web.live import LiveOverview
 from ckptd.web.metrics import Tally
 
 REFRESH_S = 0.5
@@ -183,7 +184,9 @@ def _web(spec: jobspec.JobSpec, daemon: Daemon, tally: Tally, terminal: Terminal
     if spec.web.listen is None:
         return None
     try:
-        web = WebServer(spec.web.listen, Application(tally=tally, status=daemon.status, alive=daemon.alive))
+        overview = LiveOverview(daemon.run_dir.ledger_path, daemon.status)
+        application = Application(tally=tally, status=daemon.status, alive=daemon.alive, overview=overview)
+        web = WebServer(spec.web.listen, application)
     except PortTaken as error:
         if daemon.picture.run.status in NOTHING_LIVES:
             raise

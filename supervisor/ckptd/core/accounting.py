@@ -167,6 +167,11 @@ def apply(account: Account, event: ev.Event) -> Account:
             return account
 
 
+def advance(account: Account, t: float) -> Account:
+    """The account at `t`, nothing having happened since its newest event; a `t` before that changes nothing."""
+    return _advance(account, t)
+
+
 def summary(account: Account, *, t: float) -> Summary:
     """The account at `t`; a `t` before the newest event counts as that event's."""
     account = _advance(account, t)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socketserver
 import threading
@@ -12,26 +13,31 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import make_wsgi_app
 
-from ckptd.errors import PortTaken
+from ckptd.errors import LedgerError, PortTaken
+from ckptd.web import live
 from ckptd.web.metrics import RunCollector, Tally
 
 StartResponse = Callable[..., Any]
+Headers = list[tuple[str, str]]
 
-_INDEX = b"""<!doctype html><title>ckptd</title>
-<p>ckptd: <a href="/api/status">status</a>, <a href="/metrics">metrics</a>, <a href="/-/healthy">healthy</a>,
-<a href="/-/ready">ready</a></p>
-"""
+_HTML = "text/html; charset=utf-8"
+_FOR_EVER = "public, max-age=31536000, immutable"
+"""Of a static file that is asked for by its version."""
 
 
 class Application:
-    """Routes. `alive` says whether the daemon's main loop still turns."""
+    """Routes. `alive` says whether the daemon's main loop still turns; without `overview` there is no page."""
 
-    def __init__(self, *, tally: Tally, status: Callable[[], dict[str, Any]], alive: Callable[[], bool]) -> None:
+    def __init__(
+        self, *, tally: Tally, status: Callable[[], dict[str, Any]], alive: Callable[[], bool],
+        overview: live.LiveOverview | None = None,
+    ) -> None:  # fmt: skip
         registry = CollectorRegistry(auto_describe=False)
         registry.register(RunCollector(tally, status))
         self._metrics = make_wsgi_app(registry)
         self._status = status
         self._alive = alive
+        self._overview = overview
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         """One request."""
@@ -53,14 +59,56 @@ class Application:
             training = state in ("training", "draining")
             status = "200 OK" if training else "503 Service Unavailable"
             return _answer(start_response, status, f"{state}\n".encode())
-        if path == "/":
-            return _answer(start_response, "200 OK", _INDEX, "text/html; charset=utf-8")
+        if self._overview is not None and path == "/api/overview":
+            return _overview(environ, start_response, self._overview)
+        if self._overview is not None and path == "/":
+            from ckptd.web import page  # here: a run that nobody looks at needs no templates
+
+            headers = [("Content-Security-Policy", page.POLICY), ("Cache-Control", "no-cache")]
+            return _answer(start_response, "200 OK", page.live_page(), _HTML, headers)
+        if path.startswith("/static/"):
+            return _static(environ, start_response, path.removeprefix("/static/"))
         return _answer(start_response, "404 Not Found", b"no such page\n")
 
 
-def _answer(start_response: StartResponse, status: str, body: bytes, kind: str = "text/plain") -> list[bytes]:
-    start_response(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
+def _answer(
+    start_response: StartResponse, status: str, body: bytes, kind: str = "text/plain", more: Headers | None = None
+) -> list[bytes]:
+    headers = [("Content-Type", kind), ("Content-Length", str(len(body))), ("X-Content-Type-Options", "nosniff")]
+    start_response(status, headers + (more or []))
     return [body]
+
+
+def _overview(environ: dict[str, Any], start_response: StartResponse, overview: live.LiveOverview) -> list[bytes]:
+    status = "200 OK"
+    try:
+        body = overview.body()
+    except LedgerError as error:
+        status, body = "503 Service Unavailable", live.empty(error)
+    more: Headers = [("Cache-Control", "no-store")]
+    if _takes_gzip(environ):
+        body, more = gzip.compress(body, compresslevel=4), [*more, ("Content-Encoding", "gzip")]
+    return _answer(start_response, status, body, "application/json", more)
+
+
+def _static(environ: dict[str, Any], start_response: StartResponse, name: str) -> list[bytes]:
+    from ckptd.web import page
+
+    found = page.static_file(name)
+    if found is None:
+        return _answer(start_response, "404 Not Found", b"no such file\n")
+    more = [("ETag", found.etag), ("Vary", "Accept-Encoding")]
+    more.append(("Cache-Control", _FOR_EVER if environ.get("QUERY_STRING", "").startswith("v=") else "no-cache"))
+    if environ.get("HTTP_IF_NONE_MATCH") == found.etag:
+        start_response("304 Not Modified", more)
+        return []
+    if _takes_gzip(environ):
+        return _answer(start_response, "200 OK", found.packed, found.kind, [*more, ("Content-Encoding", "gzip")])
+    return _answer(start_response, "200 OK", found.body, found.kind, more)
+
+
+def _takes_gzip(environ: dict[str, Any]) -> bool:
+    return "gzip" in environ.get("HTTP_ACCEPT_ENCODING", "")
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):

@@ -2,6 +2,7 @@ import functools
 import math
 
 import pytest
+from any_events import any_event, times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -330,48 +331,6 @@ def test_a_failure_while_draining_is_a_failure():
 
 # --- whatever happens
 
-times = st.floats(-1e6, 1e9) | st.floats(allow_nan=True, allow_infinity=True)
-amounts = st.floats(-10, 1e4) | st.floats(allow_nan=True, allow_infinity=True)
-attempts = st.none() | st.integers(1, 4)
-nodes = st.sampled_from([None, "a", "b", "c"])
-steps = st.integers(0, 6)
-
-
-def some(cls, t, **values):
-    return st.builds(cls, t=t, attempt=attempts, node=nodes, **values)
-
-
-def any_event(t):
-    return st.one_of(
-        some(ev.DaemonStarted, t),
-        some(ev.Requested, t, request=st.sampled_from(["save", "stop", "stop_now", "relaunch"])),
-        some(ev.RunEnded, t),
-        some(ev.AgentLost, t),
-        some(
-            ev.AttemptLaunched,
-            t,
-            world_size=st.integers(-1, 8),
-            devices_wanted=st.integers(-1, 8),
-            placement=st.dictionaries(st.sampled_from("ab"), st.just([0])),
-            resume=st.none() | st.fixed_dictionaries({"step": steps, "attempt": attempts}) | st.just({}),
-        ),
-        some(ev.WorkersStarted, t, warm=st.booleans()),
-        some(ev.WorkersInitialised, t),
-        some(ev.StateRestored, t),
-        some(ev.FirstStep, t),
-        some(ev.Progress, t),
-        some(ev.SaveStaged, t, step=steps, stall_s=amounts),
-        some(ev.SaveCommitted, t, step=steps, stall_s=amounts),
-        some(ev.SaveFailed, t, step=steps, stall_s=amounts),
-        some(ev.SaveRejected, t, step=steps, stall_s=amounts),
-        some(ev.FailureDetected, t, detected_t=t),
-        some(ev.WorkersFinished, t, closed=st.booleans(), stopping=st.booleans()),
-        some(ev.AttemptEnded, t),
-        some(ev.Interrupted, t, planned=st.booleans()),
-        some(ev.Restarted, t),
-        some(ev.Noted, t),
-    )
-
 
 def check(account, t):
     now = summary(account, t=t)
@@ -404,17 +363,28 @@ def test_any_events_in_any_order_sum_to_the_wall_clock(happened, t):
 @settings(max_examples=400)
 @given(st.lists(st.tuples(st.floats(0, 50), any_event(st.just(0.0))), max_size=40))
 def test_a_running_clock_misses_nothing(happened):
-    """Events in order, no end: the account's wall-clock is the run's."""
+    """Events in order, no end: the account's wall-clock is the run's, and its device time that of the devices wanted."""
     account = accounting.apply(accounting.initial(), START)
-    t = 0.0
+    t, wanted_s = 0.0, 0.0
     for gap, event in happened:
         if isinstance(event, ev.RunEnded):
             continue
         t += gap
         values = {"t": t, "detected_t": t} if isinstance(event, ev.FailureDetected) else {"t": t}
+        before = account
         account = accounting.apply(account, ev.from_parts(event.kind, ev.data_of(event) | values, **_where(event, t)))
+        # Until the first launch nobody knows how many devices wait; then all of them have, from the beginning.
+        wanted_s = wanted_s + before.wanted * gap if before.wanted else account.wanted * t
+        check_devices(account, wanted_s)
     now = check(account, t=t + 5)
     assert now.wall_s == pytest.approx(t + 5)
+
+
+def check_devices(account, wanted_s):
+    """Each second of each wanted device is in one phase, or missing: to the rounding of a sum, and none is lost."""
+    spent = summary(account, t=-math.inf).device_seconds_by_phase
+    assert set(spent) == {*PHASES, "degraded"}
+    assert math.fsum(spent.values()) == pytest.approx(wanted_s, rel=1e-9, abs=1e-6)
 
 
 def _where(event, t):
