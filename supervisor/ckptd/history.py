@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import operator
 import os
 import sqlite3
 import urllib.parse
@@ -53,6 +54,9 @@ _TABLES: Final = (
     ) WITHOUT ROWID
     """,
 )
+
+
+_SAID: Final = operator.attrgetter(*(f.name for f in dataclasses.fields(Row) if f.name not in ("source", "line")))
 
 
 def default_path() -> Path:
@@ -230,7 +234,7 @@ def read_prior(path: str | os.PathLike[str] | None, name: str, max_failures: flo
 
 def _same(one: Row, other: Row) -> bool:
     """Do two rows say the same, wherever they were read?"""
-    return dataclasses.replace(one, source="", line=0) == dataclasses.replace(other, source="", line=0)
+    return _SAID(one) == _SAID(other)
 
 
 def _prepare(db: sqlite_utils.Database, path: str, *, readonly: bool) -> None:

@@ -185,6 +185,7 @@ def test_bytes_that_are_no_text(here, capsys):
         ("site.csv --devices 8 --time-zone CEST", "'CEST' is not a time zone"),
         ("site.csv --devices 0 --time-zone UTC", "not a number above zero"),
         ("site.csv --devices 8 --time-zone UTC --time-column tim", "did you mean 'time'"),
+        ("site.csv --devices 8 --time-zone UTC --time-format %H:%M", "--time-format: '%H:%M' does not give day"),
         ("site.csv --devices 8 --time-zone UTC --only x", "write COLUMN=VALUE"),
         ("site.csv --devices 8 --time-zone UTC --name ../x", "cannot be a name"),
         ("site.csv --devices 8 --time-zone UTC --days 3", "--days is for rows without times"),

@@ -6,6 +6,14 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from ckptd import cli
+from ckptd.core.sitelog import Log, Row
+from ckptd.history import History
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
 
 LLAMA = ["plan", "--failures", "419", "--days", "54", "--stall", "1m", "--restart", "10m"]
 
@@ -69,6 +77,22 @@ def test_the_curve(capsys, tmp_path):
     assert "cannot be written: No such file" in capsys.readouterr().err
 
 
+def test_a_log_that_was_imported(capsys):
+    with History.open() as history:
+        rows = [Row(digest=str(hour), kind="failure", at=hour * 3600.0) for hour in (10, 20, 40)]
+        history.add(Log(name="site", form="events", devices=1000.0, from_at=0.0), rows)
+        history.add(Log(name="quiet", form="events", devices=8.0, from_at=0.0, to_at=9.0), [])
+    own = document(capsys, "plan", "--log", "site", "--stall", "5")
+    mine = document(capsys, "plan", "--log", "site", "--stall", "5", "--devices", "250")
+    assert (own["devices"], own["mtbf_s"]) == (1000, pytest.approx(48_000))
+    assert (mine["devices"], mine["mtbf_s"]) == (250, pytest.approx(192_000))
+    assert mine["mtbf_low_s"] < mine["mtbf_s"] < mine["mtbf_high_s"]
+    assert cli.main(["plan", "--stall", "5", "--log", "quiet"]) == 64
+    assert "'quiet' gives no M" in capsys.readouterr().err
+    assert cli.main(["plan", "--stall", "5", "--log", "sote"]) == 64
+    assert "did you mean 'site'?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -82,6 +106,8 @@ def test_the_curve(capsys, tmp_path):
         ("--stall 1m --failures 1 --days nan", "not a number above zero"),
         ("--stall 1m --failures 1 --days 1e300", "check the units"),
         ("--stall 1m --rate 1e-5", "--devices"),
+        ("--stall 1m --log site --mtbf 3h", "leave --failures, --days, --rate and --mtbf out"),
+        ("--stall 1m --log site", "nothing was imported yet"),
         ("--stall 1m --devices 8", "nothing says how often"),
         ("--stall 1m --devices 0 --rate 1e-5", "--devices"),
         ("--stall 1m --devices 8 --rate 0", "not a number above zero"),

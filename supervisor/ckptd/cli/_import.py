@@ -20,7 +20,7 @@ from ckptd.core.sitelog import Log, Summary
 from ckptd.errors import ExitStatus, UsageError
 from ckptd.sitelogs import importing
 from ckptd.sitelogs.reading import MAX_BYTES, Options, Parsed, Remark
-from ckptd.sitelogs.times import TimeReader, day_first
+from ckptd.sitelogs.times import TimeReader, check_format, day_first
 from ckptd.units import shortened
 
 _SHOWN: Final = 12
@@ -137,11 +137,17 @@ def _options(file: str, words: dict[str, Any]) -> Options:
     failures, planned = _words(words["failures_are"]), _words(words["planned_are"])
     if failures & planned:
         raise UsageError(f"{', '.join(sorted(failures & planned))} cannot be failures and planned as well")
+    pattern = words["time_format"]
+    if pattern is not None:
+        try:
+            check_format(pattern)
+        except ValueError as error:
+            raise UsageError(f"--time-format: {error}") from None
     return Options(
         zone=words["time_zone"],
         end_zone=words["end_time_zone"],
         columns=columns,
-        time_format=words["time_format"],
+        time_format=pattern,
         devices=words["devices"],
         devices_per_node=words["devices_per_node"],
         failure_words=failures,

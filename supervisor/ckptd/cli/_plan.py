@@ -26,6 +26,8 @@ _DAY_S = 86_400.0
 @click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Devices of the job.")
 @click.option("--rate", type=Amount(), metavar="PER_DEVICE_HOUR", help="Failures per hour of each device.")
 @click.option("--mtbf", type=Duration(positive=True), help="M itself.")
+@click.option("--log", metavar="NAME", help="Rate of a log that `ckptd import` has read; on --devices, or on its own.")
+@click.option("--history", type=click.Path(dir_okay=False), metavar="FILE", help="Where that log is kept.")
 @click.option("--stall", type=Duration(positive=True), required=True, help="C, what training pays for a save.")
 @click.option(
     "--restart", type=Duration(), default="0s", show_default=True, help="R, from a failure to the first step after it."
@@ -39,9 +41,11 @@ _DAY_S = 86_400.0
 def plan(  # noqa: PLR0917  click passes by name
     failures: int | None,
     days: float | None,
-    devices: int | None,
+    devices: float | None,
     rate: float | None,
     mtbf: float | None,
+    log: str | None,
+    history: str | None,
     stall: float,
     restart: float,
     upload: float,
@@ -51,10 +55,15 @@ def plan(  # noqa: PLR0917  click passes by name
 ) -> int:
     """Work out how often to save, by three formulas, and what that costs.
 
-    M comes from --failures and --days, from --devices and --rate, or is given by --mtbf. Durations are 30s, 10m, 2h or
+    M comes from --failures and --days, from --devices and --rate, from --log, or is given by --mtbf. Durations are 30s, 10m, 2h or
     a number of seconds.
     """
-    m = _mtbf(failures, days, devices, rate, mtbf)
+    if log is not None:
+        if any(given is not None for given in (failures, days, rate, mtbf)):
+            raise UsageError("--log says how often devices fail; leave --failures, --days, --rate and --mtbf out")
+        m, devices = _logged(log, history, devices)
+    else:
+        m = _mtbf(failures, days, devices, rate, mtbf)
     result = planning.plan(m, stall_s=stall, restart_s=restart, upload_s=upload, fixed_s=interval)
     per_device_hour = rate if rate is not None else None if devices is None else 3600.0 / (m.seconds * devices)
     if curve is not None:
@@ -69,7 +78,7 @@ def plan(  # noqa: PLR0917  click passes by name
 
 
 def _mtbf(
-    failures: int | None, days: float | None, devices: int | None, rate: float | None, mtbf: float | None
+    failures: int | None, days: float | None, devices: float | None, rate: float | None, mtbf: float | None
 ) -> planning.Mtbf:
     ways = [
         name
@@ -82,7 +91,7 @@ def _mtbf(
     ]
     if len(ways) != 1:
         said = f"{' and '.join(ways)} say it more than once" if ways else "nothing says how often the job fails"
-        raise UsageError(f"{said}; give --failures and --days, or --devices and --rate, or --mtbf")
+        raise UsageError(f"{said}; give --failures and --days, or --devices and --rate, or --mtbf, or --log")
     if mtbf is not None:
         return planning.Mtbf(seconds=mtbf)
     if rate is not None:
@@ -96,13 +105,26 @@ def _mtbf(
     return planning.counted_mtbf(failures, _within(days * _DAY_S))
 
 
+def _logged(log: str, history: str | None, devices: float | None) -> tuple[planning.Mtbf, float]:
+    from ckptd.history import read_summary
+
+    summary = read_summary(history, log)
+    devices = devices if devices is not None else summary.devices
+    found = summary.mtbf(devices) if devices else None
+    if found is None or devices is None:
+        raise UsageError(
+            f"the log {log!r} gives no M: it has {summary.counted} failures, and needs one and an exposure"
+        )
+    return planning.Mtbf(seconds=_within(found[0]), low_s=found[1], high_s=found[2]), devices
+
+
 def _within(seconds: float) -> float:
     if not 1e-3 <= seconds <= 1e12:
         raise UsageError(f"{seconds:.3g} seconds are no time between failures; check the units of what was given")
     return seconds
 
 
-def _document(result: planning.Plan, devices: int | None, per_device_hour: float | None) -> dict[str, Any]:
+def _document(result: planning.Plan, devices: float | None, per_device_hour: float | None) -> dict[str, Any]:
     return {
         "mtbf_s": result.mtbf.seconds,
         "mtbf_low_s": result.mtbf.low_s,
@@ -132,14 +154,14 @@ def _offer(offer: planning.Offer) -> dict[str, Any]:
     }
 
 
-def _readable(result: planning.Plan, devices: int | None, per_device_hour: float | None) -> str:
+def _readable(result: planning.Plan, devices: float | None, per_device_hour: float | None) -> str:
     m = result.mtbf
     between = (
         "" if m.low_s is None or m.high_s is None else f" (90 %: {_text.seconds(m.low_s)} to {_text.seconds(m.high_s)})"
     )
     lines = [f"M  {_text.seconds(m.seconds)}{between}"]
     if devices is not None and per_device_hour is not None:
-        lines[0] += f" on {devices} devices, {per_device_hour:.3g} failures per device-hour"
+        lines[0] += f" on {devices:.6g} devices, {per_device_hour:.3g} failures per device-hour"
     lines += [
         f"C  {_text.seconds(result.stall_s)}    R  {_text.seconds(result.restart_s)}    U  {_text.seconds(result.upload_s)}",
         "",

@@ -7,6 +7,7 @@ spans seconds, exposures device-seconds.
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
@@ -185,9 +186,9 @@ def _of_events(log: Log, rows: Sequence[Row], failures: list[Row], planned: list
     kept = [row for row in failures if within(row)]
     stops = [row for row in planned if within(row)]
     counted = [row for row in kept if not (opened_by_row and row.at == first)]
-    exposure = _exposure_by_time(log, rows, first, last)
-    marks = [exposure(row.at) for row in counted if row.at is not None]
-    total = exposure(last) if last is not None else 0.0
+    exposure = _Exposure(log, rows, first, last)
+    marks = [exposure.until(row.at) for row in counted if row.at is not None]
+    total = exposure.until(last) if last is not None else 0.0
     return _summary(
         log, rows, kept,
         counted=len(counted), planned=len(stops), merged=merged,
@@ -196,29 +197,39 @@ def _of_events(log: Log, rows: Sequence[Row], failures: list[Row], planned: list
     )  # fmt: skip
 
 
-class _exposure_by_time:  # noqa: N801 - used as a function
+class _Exposure:
     """Device-seconds from the beginning of an exposure to a time.
 
     Where rows name the devices in use, a row speaks for the time since the row before it, and the last one for the rest.
     """
 
     def __init__(self, log: Log, rows: Sequence[Row], first: float | None, last: float | None) -> None:
-        self._pieces: list[tuple[float, float, float]] = []
-        """(from, to, devices)"""
-        if first is None or last is None:
+        self._edges: list[float] = []
+        self._before: list[float] = []
+        """Device-seconds up to each edge."""
+        self._devices: list[float] = []
+        """Devices from each edge on; none from the last one on."""
+        if first is None or last is None or last <= first:
             return
         told = sorted((row.at, row.devices) for row in rows if row.at is not None and row.devices is not None)
-        since, devices = first, log.devices or 0.0
-        if log.devices is None:
-            for at, devices in told:
-                if at > since:
-                    self._pieces.append((since, min(at, last), devices))
-                    since = at
-        if last > since:
-            self._pieces.append((since, last, devices))
+        pieces = [(at, devices) for at, devices in told if first < at < last] if log.devices is None else []
+        later = next((devices for at, devices in told if at >= last), told[-1][1] if told else 0.0)
+        pieces.append((last, later if log.devices is None else log.devices))
+        since, total = first, 0.0
+        for at, devices in pieces:
+            self._edges.append(since)
+            self._before.append(total)
+            self._devices.append(devices)
+            total += (at - since) * devices
+            since = at
+        self._edges.append(last)
+        self._before.append(total)
+        self._devices.append(0.0)
 
-    def __call__(self, at: float) -> float:
-        return sum(max(0.0, min(at, to) - since) * devices for since, to, devices in self._pieces)
+    def until(self, at: float) -> float:
+        """Device-seconds up to `at`."""
+        i = bisect.bisect_right(self._edges, at) - 1
+        return self._before[i] + (at - self._edges[i]) * self._devices[i] if i >= 0 else 0.0
 
 
 def _of_jobs(log: Log, rows: Sequence[Row], failures: list[Row], planned: int, merged: int) -> Summary:
@@ -252,7 +263,7 @@ def _of_counts(log: Log, rows: Sequence[Row]) -> Summary:
         span = log.span_s if log.span_s is not None else max(0.0, (log.to_at or 0.0) - (log.from_at or 0.0))
         exposure = span * (log.devices or 0.0)
     return _summary(
-        log, rows, [row for row in rows for _ in range(row.count)],
+        log, rows, list(rows),
         counted=counted, planned=0, merged=0, outside=0, span_s=span, exposure_device_s=exposure,
         first_at=log.from_at, last_at=log.to_at, marks=[],
     )  # fmt: skip
@@ -284,7 +295,7 @@ def _summary(
     return Summary(
         log=log,
         rows=len(rows),
-        failures=len(failures),
+        failures=sum(row.count for row in failures),
         counted=counted,
         planned=planned,
         completed=kinds["completed"],
@@ -293,8 +304,8 @@ def _summary(
         other=kinds["other"] + kinds["start"],
         merged=merged,
         outside=outside,
-        by_cause=_counts(row.cause for row in failures),
-        by_severity=_counts(row.severity for row in failures),
+        by_cause=_counts((row.cause, row.count) for row in failures),
+        by_severity=_counts((row.severity, row.count) for row in failures),
         span_s=span_s,
         exposure_device_s=exposure_device_s,
         censored_s=sum(row.span_s or 0.0 for row in rows if row.kind == "running"),
@@ -308,6 +319,10 @@ def _summary(
     )
 
 
-def _counts(names: Iterable[str]) -> dict[str, int]:
-    """How often each name comes, the most frequent first; rows without one are left out."""
-    return dict(sorted(Counter(name for name in names if name).items(), key=lambda item: (-item[1], item[0])))
+def _counts(found: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """How often each name comes, the most frequent first; what has no name is left out."""
+    total: Counter[str] = Counter()
+    for name, count in found:
+        if name:
+            total[name] += count
+    return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))

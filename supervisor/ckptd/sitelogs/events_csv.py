@@ -44,6 +44,8 @@ def read(text: str, options: Options) -> Parsed:
     """
     delimiter = _delimiter(text.splitlines()[0])
     rows = list(_rows(text, delimiter, options.source))
+    if not rows:
+        raise UsageError(f"{options.source} has no row that names the columns")
     header = rows[0][1]
     columns = columns_module.find(header, options.columns, options.source)
     counts, timed = "count" in columns.at, bool({"time", "date"} & columns.at.keys())
@@ -280,7 +282,7 @@ def _counts(rows: list[tuple[int, list[str]]], columns: Columns, options: Option
     for line, cells in rows:
         try:
             text = columns.cell("count", cells)
-            if not text.isdecimal():
+            if not text.isdecimal() or len(text) > 12:
                 raise ValueError(f"{shortened(text)} is no number of failures")
             span, ended = None, None
             if "days" in columns.at:

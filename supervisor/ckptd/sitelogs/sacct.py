@@ -33,8 +33,8 @@ STATES: Final[dict[str, Kind]] = {
 _SEVERITY: Final = {"NODE_FAIL": "node", "BOOT_FAIL": "launch", "LAUNCH_FAILED": "launch", "RECONFIG_FAIL": "launch"}
 _JOB: Final = re.compile(r"\d+(?:[_+](?:\d+|\[[^\]]*\]))?(?:\.\S+)?")
 _DAY_S: Final = 86_400.0
-_GPUS: Final = re.compile(r"(?:^|,)gres/gpu=(\d+)")
-_COUNT: Final = re.compile(r"(\d+(?:\.\d+)?)([KM]?)")
+_GPUS: Final = re.compile(r"(?:^|,)gres/gpu=(\d{1,9})(?![0-9])")
+_COUNT: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KM]?)")
 _FREE_TEXT: Final = ("jobname", "submitline", "comment", "workdir", "admincomment", "reason")
 HOW: Final = "sacct -P -a --format=JobID,State,Start,End,Elapsed,NNodes,AllocTRES"
 
@@ -81,6 +81,8 @@ def _header(line: str, source: str) -> tuple[str, list[str]]:
     names = [name.strip().lower() for name in line.split(delimiter)]
     if names[-1] == "":  # sacct -p ends each row with a delimiter
         names.pop()
+    if "state" not in names or not {"jobid", "jobidraw"} & set(names):
+        raise UsageError(f"{source} is not of `sacct -P`: its columns are {', '.join(names)}; export it with {HOW}")
     return delimiter, names
 
 

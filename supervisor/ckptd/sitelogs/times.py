@@ -20,6 +20,9 @@ _YEAR_FIRST: Final = re.compile(
 )
 _YEAR_LAST: Final = re.compile(rf"(\d{{1,2}})/(\d{{1,2}})/(\d{{4}})(?:[T ]+{_CLOCK})?\s*(Z|UTC|[+-]\d\d:?\d\d)?")
 _EPOCH: Final = re.compile(r"\d{9,10}(\.\d+)?")
+_FIRST_YEAR: Final = 1980
+"""What is older is a slip, or a clock that was not set: Slurm shows 1970 where it knows nothing."""
+_LAST_YEAR: Final = 2999
 _OFFSET: Final = re.compile(r"(?:UTC|GMT)?([+-])(\d{1,2})(?::?(\d{2}))?")
 _NOTHING: Final = frozenset({"", "unknown", "none", "n/a", "na", "null", "nan", "-", "invalid"})
 
@@ -116,10 +119,24 @@ class TimeReader:
         if zone is None:
             raise NoZone(text)
         local = moment.replace(tzinfo=zone)
+        if moment.year < _FIRST_YEAR or moment.year > _LAST_YEAR:
+            raise ValueError(f"{shortened(text)} is not of a year from {_FIRST_YEAR} to {_LAST_YEAR}")
         if local.astimezone(UTC).astimezone(zone).replace(tzinfo=None) != moment.replace(tzinfo=None):
             raise ValueError(f"{shortened(text)} never was in {zone}: the clocks were put forward")
         twice = local.utcoffset() != local.replace(fold=1).utcoffset()
         return Moment(at=local.timestamp(), day_only=day_only, twice=twice)
+
+
+def check_format(pattern: str) -> str:
+    """The format, if strptime can read by it. Raises ValueError."""
+    now = datetime(2026, 3, 29, 12, 34, 56, tzinfo=UTC)
+    try:
+        read = datetime.strptime(now.strftime(pattern), pattern)  # noqa: DTZ007 - a trial
+    except (ValueError, re.error) as error:
+        raise ValueError(f"{shortened(pattern)} is no format of strptime, such as %d.%m.%Y %H:%M: {error}") from None
+    if read.date() != now.date():
+        raise ValueError(f"{shortened(pattern)} does not give day, month and year, as %d.%m.%Y %H:%M does")
+    return pattern
 
 
 def day_first(texts: Iterable[str]) -> bool | None:
@@ -136,7 +153,7 @@ def day_first(texts: Iterable[str]) -> bool | None:
     return first if first != second else None
 
 
-_ELAPSED: Final = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d{1,2}):(\d{2}(?:\.\d+)?)")
+_ELAPSED: Final = re.compile(r"(?:(\d{1,6})-)?(?:(\d{1,6}):)?(\d{1,2}):(\d{2}(?:\.\d+)?)")
 
 
 def parse_elapsed(text: str) -> float | None:

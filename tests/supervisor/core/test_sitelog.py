@@ -66,6 +66,10 @@ def test_devices_that_change_are_counted_as_they_were():
     assert found.exposure_device_s == (10 * 10 + 10 * 40) * HOUR
     assert found.gaps_device_s == (100 * HOUR, 400 * HOUR)
     assert found.devices == pytest.approx(25.0)
+    cut = events(*rows, devices=None, from_at=5 * HOUR, to_at=15 * HOUR)
+    assert cut.exposure_device_s == (5 * 10 + 5 * 40) * HOUR
+    longer = events(*rows, devices=None, to_at=30 * HOUR)
+    assert longer.exposure_device_s == (10 * 10 + 20 * 40) * HOUR
 
 
 @pytest.mark.parametrize("rows", [[], [row(5)], [row(5, "start")]])

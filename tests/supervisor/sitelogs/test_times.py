@@ -5,7 +5,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from ckptd.sitelogs.times import NoZone, TimeReader, day_first, is_missing, parse_elapsed, parse_zone
+from ckptd.sitelogs.times import NoZone, TimeReader, check_format, day_first, is_missing, parse_elapsed, parse_zone
 
 BERLIN = ZoneInfo("Europe/Berlin")
 
@@ -62,6 +62,9 @@ def test_a_date_is_its_noon():
         ("2026-02-30 10:00", "is not a time: day"),
         ("2026-02-03 25:00", "is not a time: hour"),
         ("3/4/2026 10:00", "can be day/month or month/day; say which with --time-format"),
+        ("0001-01-01 00:30", "not of a year from 1980 to 2999"),
+        ("9999-12-31 23:30-08:00", "not of a year from 1980 to 2999"),
+        ("1970-01-01T00:00:00", "not of a year from 1980 to 2999"),
         ("2026-03-29 02:30", "never was in Europe/Berlin: the clocks were put forward"),
     ],
 )
@@ -116,3 +119,10 @@ def test_elapsed(text, seconds):
 def test_ways_to_say_nothing():
     assert all(map(is_missing, ["", "Unknown", "None", " N/A "]))
     assert not is_missing("2026")
+
+
+def test_formats():
+    assert check_format("%d.%m.%y %H:%M") == "%d.%m.%y %H:%M"
+    for pattern in ("%Q", "%", "%d.%m.%Y %", "%H:%M", "day", ""):
+        with pytest.raises(ValueError, match=r"is no format|does not give day"):
+            check_format(pattern)
