@@ -52,6 +52,7 @@ class Tally:
         self.commits: dict[str, Histogram] = {}
         self.last_commit: dict[str, float] = {}
         self.checkpoint_bytes: dict[str, int] = {}
+        self.failing: dict[str, bool] = {}
         self.lost_steps = 0
         self.rejections = 0
 
@@ -71,8 +72,10 @@ class Tally:
                 self.commits.setdefault(event.tier, Histogram()).observe(event.upload_s)
                 self.last_commit[event.tier] = event.at
                 self.checkpoint_bytes[event.tier] = event.bytes
+                self.failing[event.tier] = False
             case events.SaveFailed():
                 _count(self.checkpoints, (event.tier, "failed"))
+                self.failing[event.tier] = True
             case events.SaveRejected():
                 _count(self.checkpoints, (event.tier, "rejected"))
                 self.rejections += 1
@@ -164,6 +167,8 @@ class RunCollector(Collector):
         )  # fmt: skip
         sizes = {(tier,): float(size) for tier, size in tally.checkpoint_bytes.items()}
         yield _gauge("ckptd_checkpoint_bytes", "Size of the newest checkpoint.", sizes, ["tier"])
+        failing = {(tier,): float(failing) for tier, failing in tally.failing.items()}
+        yield _gauge("ckptd_tier_failing", "1 where the last save to the tier failed.", failing, ["tier"])
         yield _counter("ckptd_lost_steps", "Steps that were trained and thrown away.", {(): float(tally.lost_steps)})
         rejections = {(): float(tally.rejections)}
         yield _counter("ckptd_guard_rejections", "States that were not fit to be committed.", rejections)
