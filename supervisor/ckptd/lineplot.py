@@ -13,6 +13,7 @@ _HEIGHT: Final = 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 70, 50
 _COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 _LEGEND_PX: Final = 115
+_WIDE: Final = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +24,8 @@ class Curve:
     x: Sequence[float]
     y: Sequence[float]
     dashed: bool = False
+    width: float = 1.8
+    """Of the line; a wide one is see-through, so that another may lie on it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,18 +44,23 @@ def svg(
     x_label: str,
     y_label: str,
     log_x: bool = False,
+    from_zero: bool = True,
     y_max: float | None = None,
     x_tick: Callable[[float], str] = "{:.4g}".format,
     y_tick: Callable[[float], str] = "{:.4g}".format,
 ) -> str:
-    """A standalone SVG document. The y axis starts at 0 or at the lowest value below it; `y_max` cuts it off."""
+    """A standalone SVG document. `from_zero`: the y axis shows 0; `y_max` cuts it off."""
     points = [(x, y) for c in curves for x, y in zip(c.x, c.y, strict=True) if _drawable(x, y, log_x=log_x)]
     xs = [x for x, _ in points] or [1.0, 2.0]
     ys = [y for _, y in points] or [0.0, 1.0]
     x_low, x_high = min(xs), max(xs)
     if x_high <= x_low:
         x_low, x_high = (x_low / 2, x_low * 2) if log_x else (x_low - 0.5, x_low + 0.5)
-    y_low, y_high = min(0.0, *ys), max(ys) if y_max is None else min(max(ys), y_max)
+    y_low, y_high = min(ys), max(ys)
+    if from_zero:
+        y_low = min(0.0, y_low)
+    if y_max is not None:
+        y_high = min(y_high, y_max)
     if y_high <= y_low:
         y_high = y_low + 1.0
     scale = math.log if log_x else float
@@ -92,14 +100,18 @@ def svg(
             f'<path d="M{at:.1f} {_TOP}V{bottom}" stroke="#888" stroke-dasharray="4 4"/>',
             f'<text x="{at + aside:.1f}" y="{text_y}" fill="#555" text-anchor="{anchor}">{escape(mark.name)}</text>',
         ]
+    legend_x = _LEFT
     for i, line in enumerate(curves):
         colour = _COLOURS[i % len(_COLOURS)]
-        dash = ' stroke-dasharray="6 4"' if line.dashed else ""
+        style = f'stroke-width="{line.width:g}"' + (' stroke-dasharray="6 4"' if line.dashed else "")
+        if line.width > _WIDE:
+            style += ' stroke-opacity="0.45"'
         parts += [
-            f'<polyline points="{piece}" fill="none" stroke="{colour}" stroke-width="1.8"{dash} clip-path="url(#plot)"/>'
+            f'<polyline points="{piece}" fill="none" stroke="{colour}" {style} clip-path="url(#plot)"/>'
             for piece in _pieces(line, across, up, log_x=log_x)
         ]
-        parts.append(f'<text x="{_LEFT + _LEGEND_PX * i}" y="42" fill="{colour}">{escape(line.name)}</text>')
+        parts.append(f'<text x="{legend_x}" y="42" fill="{colour}">{escape(line.name)}</text>')
+        legend_x += max(_LEGEND_PX, 8 * len(line.name))
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
 
