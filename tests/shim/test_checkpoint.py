@@ -374,18 +374,18 @@ def one_rank_fails(rank, world, where):
     saver = make_saver(where, ranks)
     if rank == 1:
         # Its file of extras cannot be made: something takes that name as soon as the tensors are written.
-        rest = saver._write_rest
+        rest = saver._write_extras
 
-        def blocked(job):
+        def blocked(job, **how):
             os.mkdir(os.path.join(job.path, "extras_rank1"))
-            return rest(job)
+            return rest(job, **how)
 
-        saver._write_rest = blocked
+        saver._write_extras = blocked
     begin_save(saver, TrainState(model=model), 1, ranks)
     saver.wait()
     failed = [saver.outcome.committed, saver.outcome.errno, saver.outcome.error]
     if rank == 1:
-        del saver._write_rest
+        del saver._write_extras
     begin_save(saver, TrainState(model=model), 2, ranks)
     saver.wait()
     saver.close()

@@ -1,15 +1,14 @@
 """How does a state become a committed checkpoint while training goes on?
 
-`Saver.save` copies the state into kept buffers and returns; one thread then writes it through torch's distributed
-checkpoint, digests every file, gathers the digests of all ranks, and on rank 0 writes `COMMITTED` last of all. Every
-rank goes through the same collectives whatever happens to it: an error is something to tell, not a reason to leave.
+`Saver.save` copies the state into kept buffers, or has it copied until the optimizer's next step, and returns; one thread
+then writes it as torch's distributed checkpoint lays it out, gathers the digests of all ranks' files, and on rank 0 writes
+`COMMITTED` last of all. Every rank goes through the same collectives whatever happens to it: an error is something to
+tell, not a reason to leave.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 import queue
 import threading
@@ -20,18 +19,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptd_shim import contract, extras, guard
+from ckptd_shim import background, contract, guard
 from ckptd_shim.contract import FileDigest, Guard, Marker, Report
-from ckptd_shim.digest import crc32c_bytes, crc32c_file
-from ckptd_shim.optim_state import describe
+from ckptd_shim.digest import crc32c_bytes
+from ckptd_shim.extras import Packer
+from ckptd_shim.slowdown import Slowdown
 from ckptd_shim.staging import Stager
-from ckptd_shim.writing import check_plan, first_problem, problem_of, remove_partial, write_tensors
+from ckptd_shim.writing import (
+    TensorWriter,
+    check_plan,
+    first_problem,
+    problem_of,
+    remove_partial,
+    signature_of,
+    write_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from ckptd_shim.copying import Copying
+    from ckptd_shim.extras import Packed
     from ckptd_shim.guard import Rejection
     from ckptd_shim.pulse import ReportWriter
     from ckptd_shim.ranks import Ranks
@@ -69,17 +79,18 @@ class _Job:
     path: str
     begun: float
     stall_s: float
+    """In the call; what the optimizer waited for is the copy's to say."""
+    slowdown_s: float | None
     loss: float | None
     validation: tuple[int, float] | None
     usual: tuple[float, float] | None
     incomparable: str | None
-    tensors: dict[str, torch.Tensor]
+    live: dict[str, torch.Tensor]
     staged: dict[str, torch.Tensor]
-    chunks: list[bytes | memoryview]
+    copying: Copying | None
+    packed: Packed
     parameters: Mapping[str, str]
     loss_problem: str | None
-    alike: str
-    """Digest of the names and shapes of what every rank must hold alike, because rank 0 alone writes it."""
 
 
 class Saver:
@@ -91,10 +102,18 @@ class Saver:
         sequence: number of the newest commit of the run so far.
         report: rank 0's report file.
         guard: which states are fit to be committed; the same on every rank.
+        late: the caller calls `release` before every step of an optimizer, so the state may be copied until then.
     """
 
     def __init__(
-        self, *, target: Target, ranks: Ranks, sequence: int, report: ReportWriter, guard: Guard | None = None
+        self,
+        *,
+        target: Target,
+        ranks: Ranks,
+        sequence: int,
+        report: ReportWriter,
+        guard: Guard | None = None,
+        late: bool = False,
     ) -> None:
         self.target = target
         self.sequence = sequence
@@ -102,6 +121,12 @@ class Saver:
         self._report = report
         self._guard = guard or Guard()
         self._stager = Stager(rank=ranks.rank)
+        self._writer = TensorWriter(rank=ranks.rank, group=ranks.group, durable=target.durable)
+        self._packer = Packer("schema", "layout")
+        self._late = late
+        self._copying: Copying | None = None
+        self.slowdown = Slowdown()
+        """What uploads cost the steps; whoever knows the steps tells it of them."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -113,15 +138,13 @@ class Saver:
         self._pins: list[tuple[int, str]] = []
         """(step from which on a commit will do, label): pins that wait for theirs."""
         self._pinning = threading.Lock()
-        # A daemon thread: a script that dies of an exception must not wait for ranks that are dead too.
-        self._thread = threading.Thread(target=self._work, name="ckptd-saver", daemon=True)
-        self._thread.start()
+        self._thread = background.start(self._work, name="ckptd-saver")
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Allocate the buffers that `snapshot` needs, in the background, so that the first save does not have to."""
         shapes = self._stager.shapes(snapshot)
         self.wait()
-        self._submit(lambda: self._stager.warm(shapes))
+        self._submit(lambda: self._writer.learn(self._stager.warm(shapes)))
 
     def save(
         self,
@@ -133,43 +156,48 @@ class Saver:
         validation: tuple[int, float] | None = None,
         usual: tuple[float, float] | None = None,
     ) -> float:
-        """Copy what `capture` returns, and have it written. Returns this rank's stall in seconds.
+        """Copy what `capture` returns, or begin to, and have it written. Returns this rank's stall so far in seconds.
 
         `loss_problem`: why this rank's loss makes the state unfit to be committed. `validation`: (step, loss) of the
-        newest evaluation; `usual`: (median, deviation) of the recent losses. The stall is the time in here, the wait for an earlier save included.
+        newest evaluation; `usual`: (median, deviation) of the recent losses. The stall is the time in here, the wait for an
+        earlier save included; what `release` waits later comes on top.
 
         Raises:
             TypeError: the state holds something that a checkpoint cannot.
         """
         begun = time.monotonic()
         self.wait()
+        slowdown_s = self.slowdown.take()
         snapshot = capture()
-        staged, tree = self._stager.stage(snapshot)
-        incomparable = tree["shared"]["incomparable"]
-        chunks = extras.dump(tree)
-        alike = {key: describe(t)[:2] for key, t in snapshot.tensors.items() if not isinstance(t, DTensor)}
+        staged, tree, copying = self._stager.stage(snapshot, late=self._late)
         job = _Job(
             position=position,
             path=os.path.join(self.target.save_dir, contract.checkpoint_dirname(position.step, self.target.attempt)),
             begun=begun,
+            packed=self._packer.pack(tree),
             stall_s=time.monotonic() - begun,
+            slowdown_s=slowdown_s,
             loss=loss,
             validation=validation,
             usual=usual,
-            incomparable=incomparable,
-            tensors={
-                key: t if isinstance(t, DTensor) else staged[key] for key, t in self._stager.wanted(snapshot).items()
-            },
+            incomparable=tree["shared"]["incomparable"],
+            live=snapshot.tensors,
             staged=staged,
-            chunks=chunks,
+            copying=copying,
             parameters=snapshot.parameters,
             loss_problem=loss_problem,
-            alike=hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest(),
         )
+        self._copying = copying
+        self.slowdown.begin()
         self._submit(lambda: self._carry_out(job))
         if self._ranks.rank == 0:
             self._report.write(Report.SAVE_STAGED, step=position.step, stall_s=job.stall_s)
         return time.monotonic() - begun
+
+    def release(self) -> float:
+        """Let the state be changed: what is not copied yet is copied now. Returns the seconds that it took."""
+        copying, self._copying = self._copying, None
+        return 0.0 if copying is None else copying.release()
 
     def pin(self, step: int, label: str) -> None:
         """Have the checkpoint of `step` reported as pinned, or else the next one, as soon as it is committed."""
@@ -190,6 +218,7 @@ class Saver:
         Raises:
             RuntimeError: the saver itself failed, which is a bug.
         """
+        self.release()
         if not self._idle.wait(timeout_s):
             return False
         if self._failure is not None:
@@ -215,6 +244,7 @@ class Saver:
             except BaseException as error:
                 self._failure = error
             del job  # it holds the staged state
+            self.slowdown.over(time.monotonic())
             self._idle.set()
 
     def _carry_out(self, job: _Job) -> None:
@@ -235,14 +265,22 @@ class Saver:
         """
         problem: Problem | None = None
         mine: dict[str, Any] = {}
+        stall_s = job.stall_s
         try:
+            if job.copying is not None:
+                problem = self._copied(job.copying)
+                stall_s += job.copying.stalled_s
             mine = guard.inspect(
                 self._guard,
                 loss_problem=job.loss_problem,
-                tensors=job.tensors,
+                tensors={key: job.live[key] for key in job.staged},
                 staged=job.staged,
                 parameters=job.parameters,
             )
+            signature, mine["alike"] = signature_of(job.live)
+            layout = self._writer.layout
+            mine["known"] = layout is not None and layout.signature == signature
+            mine["shared"] = job.packed.shared_crc32c()
         except Exception as error:
             problem = problem_of(error)
         if self._ranks.rank == 0:
@@ -253,8 +291,8 @@ class Saver:
                     file.write(self.target.run_id)
             except OSError as error:
                 problem = problem_of(error)
-        told = self._ranks.exchange({"problem": problem, "alike": job.alike, "stall_s": job.stall_s, **mine})
-        stalls = [each["stall_s"] for each in told]
+        told = self._ranks.exchange({"problem": problem, "stall_s": stall_s, "slowdown_s": job.slowdown_s, **mine})
+        prices = [{"stall_s": each["stall_s"], "slowdown_s": each["slowdown_s"]} for each in told]
         problem = first_problem(told)
         for rank, each in enumerate(told):
             if problem is None and each["alike"] != told[0]["alike"]:
@@ -262,34 +300,43 @@ class Saver:
                 problem = {"error": text, "errno": None}
         unfit = problem or guard.verdict(self._guard, told)
         if unfit is not None:
-            return [{"stall_s": stall, "files": []} for stall in stalls], None, unfit
+            return [{**price, "files": []} for price in prices], None, unfit
         files: list[FileDigest] = []
         metadata = None
         try:
-            metadata = write_tensors(
-                job.path, job.tensors, job.staged, group=self._ranks.group, durable=self.target.durable
+            files, metadata = self._writer.write(
+                job.path,
+                {key: t if isinstance(t := job.live[key], DTensor) else staged for key, staged in job.staged.items()},
+                job.staged,
+                signature=signature,
+                again=all(each["known"] for each in told),
             )
-            files = self._write_rest(job)
+            files.append(self._write_extras(job, alike=len({each["shared"] for each in told}) == 1))
         except BaseException as error:  # CheckpointException is no Exception
             problem = problem_of(error)
         told = self._ranks.exchange({"problem": problem, "files": [dataclasses.asdict(each) for each in files]})
-        told = [each | {"stall_s": stall} for each, stall in zip(told, stalls, strict=True)]
-        return told, metadata, first_problem(told)
+        return [each | price for each, price in zip(told, prices, strict=True)], metadata, first_problem(told)
 
-    def _write_rest(self, job: _Job) -> list[FileDigest]:
+    def _copied(self, copying: Copying) -> Problem | None:
+        """See the copy through to its end; the problem if it is not one of the state at the save."""
+        changed = copying.result()
+        if changed is None:
+            return None
+        self._late = False
+        text = (
+            f"{changed} was changed outside of the optimizer's step while it was being copied; from now on all is copied "
+            "before training goes on"
+        )
+        return {"error": text, "errno": None}
+
+    def _write_extras(self, job: _Job, *, alike: bool) -> FileDigest:
+        """This rank's own, with what all ranks have alike written once: an average of the weights is as large as they are."""
         rank = self._ranks.rank
-        extras.write(os.path.join(job.path, contract.extras_name(rank)), job.chunks, durable=self.target.durable)
-        names = [name for name in os.listdir(job.path) if name.startswith(f"__{rank}_")]
-        names.append(contract.extras_name(rank))
-        if rank == 0:
-            names.append(contract.DCP_METADATA)
-        files = []
-        for name in sorted(names):
-            size, crc = crc32c_file(os.path.join(job.path, name))
-            files.append(FileDigest(name=name, size=size, crc32c=crc))
+        path = os.path.join(job.path, contract.extras_name(rank))
+        written = write_bytes(path, job.packed.chunks(shared=rank == 0 or not alike), durable=self.target.durable)
         if self.target.durable:
             contract.fsync_directory(job.path)
-        return files
+        return written
 
     def _finish(
         self,
@@ -299,6 +346,7 @@ class Saver:
         problem: Problem | Rejection | None,
     ) -> None:
         stall_s = max(each["stall_s"] for each in told)
+        slowdowns = [each["slowdown_s"] for each in told if each["slowdown_s"] is not None]
         if isinstance(problem, guard.Rejection):
             self._reject(job, problem, stall_s=stall_s)
             return
@@ -311,6 +359,8 @@ class Saver:
                 except Exception as error:
                     problem = problem_of(error)
                 else:
+                    if slowdowns:
+                        facts["slowdown_s"] = max(slowdowns)
                     # It is a fact now, whatever becomes of the ranks that are about to be told.
                     self._committed(job, stall_s=stall_s, facts=facts)
             if problem is not None:

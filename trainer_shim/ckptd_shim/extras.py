@@ -15,8 +15,10 @@ import os
 import re
 import struct
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import crc32c as _crc32c
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -142,9 +144,76 @@ def dump(tree: Any) -> list[bytes | memoryview]:
         TypeError: a value that the format cannot hold; the message names its place in the tree and its type.
     """
     encoder = _Encoder()
-    header = json.dumps({"tree": encoder.encode(tree, "state")}, separators=(",", ":"), allow_nan=False).encode()
+    return [_head(_json(encoder.encode(tree, "state"))), *encoder.blobs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A tree `{"shared": ..., "rank": ...}`, encoded so that the shared part can be left out of the file."""
+
+    own: str
+    own_blobs: list[memoryview]
+    shared: str
+    shared_blobs: list[memoryview]
+
+    def shared_crc32c(self) -> str:
+        """CRC-32C of the shared part: where it is the same on all ranks, one of them has to write it."""
+        crc = _crc32c.crc32c(self.shared.encode())
+        for blob in self.shared_blobs:
+            crc = _crc32c.crc32c(blob, crc)
+        return f"{crc:08x}"
+
+    def chunks(self, *, shared: bool) -> list[bytes | memoryview]:
+        """The file's contents, with or without the shared part."""
+        pairs = f'["rank",{self.own}]' + (f',["shared",{self.shared}]' if shared else "")
+        return [_head(f'["dict",[{pairs}]]'), *self.own_blobs, *(self.shared_blobs if shared else [])]
+
+
+class Packer:
+    """Encodes the trees of save after save. What is long and never changes is not encoded again.
+
+    Args:
+        lasting: keys of the shared part whose values hold strings, numbers and lists only.
+    """
+
+    def __init__(self, *lasting: str) -> None:
+        self._lasting = lasting
+        self._known: dict[str, tuple[Any, str]] = {}
+
+    def pack(self, tree: dict[str, Any]) -> Packed:
+        """Tensors on the CPU are not copied: write before they change.
+
+        Raises:
+            TypeError: a value that the format cannot hold; the message names its place in the tree and its type.
+        """
+        encoder = _Encoder()
+        # This rank's own comes first, so that the offsets in it are the same with and without the rest.
+        own = _json(encoder.encode(tree["rank"], "state['rank']"))
+        count = len(encoder.blobs)
+        pairs = []
+        for key, value in tree["shared"].items():
+            known = self._known.get(key)
+            if known is None or known[0] != value:
+                known = value, _json(encoder.encode(value, f"state['shared'][{key!r}]"))
+                if key in self._lasting:
+                    self._known[key] = known
+            pairs.append(f"[{json.dumps(key)},{known[1]}]")
+        return Packed(
+            own=own,
+            own_blobs=encoder.blobs[:count],
+            shared=f'["dict",[{",".join(pairs)}]]',
+            shared_blobs=encoder.blobs[count:],
+        )
+
+
+def _json(node: Any) -> str:
+    return json.dumps(node, separators=(",", ":"), allow_nan=False)
+
+
+def _head(tree: str) -> bytes:
+    header = f'{{"tree":{tree}}}'.encode()
     header += b" " * (-(len(MAGIC) + _LENGTH.size + len(header)) % _ALIGN)
-    return [MAGIC + _LENGTH.pack(len(header)) + header, *encoder.blobs]
+    return MAGIC + _LENGTH.pack(len(header)) + header
 
 
 def write(path: str | os.PathLike[str], chunks: list[bytes | memoryview], *, durable: bool = True) -> None:

@@ -30,6 +30,7 @@ _MAD_TO_SIGMA: Final = 1.4826
 _RESOLUTION: Final = 1e-6
 """Of a float32 loss: one that does not move at all has a deviation of so much of its size."""
 _CHUNK: Final = 1 << 18
+_NORMED: Final = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,11 @@ def inspect(
     """
     unfit, squares = loss_problem, 0.0
     counted: set[str] = set()
-    for key, tensor in tensors.items():
+    suspects = tensors
+    if guard.param_norm is None:
+        keys = [key for key in tensors if key in parameters or key.startswith("optim.")]
+        suspects = {key: tensors[key] for key in _suspects(keys, staged)} if guard.finite and unfit is None else {}
+    for key, tensor in suspects.items():
         first = parameters.get(key)
         if first is None and not key.startswith("optim."):
             continue
@@ -128,6 +133,24 @@ def verdict(guard: Guard, told: Iterable[Mapping[str, Any]]) -> Rejection | None
     if limit is None or norm <= limit:
         return None
     return Rejection(why=f"the norm of the parameters is {norm:.6g} (param_norm: {limit:g})", rank=None)
+
+
+def _suspects(keys: list[str], staged: Mapping[str, torch.Tensor]) -> list[str]:
+    """Those of `keys` whose tensors need a closer look. One call for all tensors of a kind: it leaves Python to others."""
+    groups: dict[torch.dtype, list[str]] = {}
+    found: set[str] = set()
+    for key in keys:
+        tensor = staged[key]
+        if tensor.dtype in _NORMED and tensor.numel():
+            groups.setdefault(tensor.dtype, []).append(key)
+        else:
+            found.add(key)
+    for dtype, group in groups.items():
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm([staged[key] for key in group], dtype=wide))
+        if not bool(torch.isfinite(norms.sum())):
+            found.update(key for key, norm in zip(group, norms.tolist(), strict=True) if not math.isfinite(norm))
+    return [key for key in keys if key in found]
 
 
 def _measure(tensor: torch.Tensor) -> tuple[float, str | None]:

@@ -157,6 +157,10 @@ def _check(
     same_world = marker.world_size == ranks.size
     name = contract.extras_name(ranks.rank if same_world else 0)
     tree = extras.read(os.path.join(path, name), _digest_of(name, path, marker))
+    if isinstance(tree, dict) and "shared" not in tree:
+        # All ranks had the same, and rank 0 wrote it for them.
+        first = contract.extras_name(0)
+        tree |= {"shared": extras.read(os.path.join(path, first), _digest_of(first, path, marker))["shared"]}
     if (
         not isinstance(tree, dict)
         or tree.keys() < {"shared", "rank"}

@@ -38,7 +38,7 @@ from ckptd_shim.state import Position, TrainState
 from ckptd_shim.trace import Tracer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _AGREEMENT_TIMEOUT: Final = timedelta(minutes=30)
 """How far apart ranks may come to an agreed step; a hang is noticed by the heartbeat, long before."""
@@ -66,6 +66,8 @@ class TrainerShim:
         guard: what a state must not have to be committed, `{"finite": True, "loss_spike": None, "param_norm": None}` where
             nothing is said; without ckptd only, which takes it from job.yaml.
         total_steps: the step at which this script ends by itself, if it knows: a run that ends before is told apart.
+        overlap: let parameters and optimizer state be copied until the next `optimizer.step`, which is told of it by itself.
+            False: for scripts that change them in between through `tensor.data`, where not every change can be seen.
 
     Raises:
         TypeError, ValueError: an argument that makes no sense, named in the message.
@@ -86,6 +88,7 @@ class TrainerShim:
         global_batch: int | None = None,
         guard: Mapping[str, Any] | None = None,
         total_steps: int | None = None,
+        overlap: bool = True,
     ) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed should be an int, is {seed!r}")
@@ -129,6 +132,7 @@ class TrainerShim:
         self._first_step: int | None = None
         self._step_s: float | None = None
         self._last_beat = 0.0
+        self._waited_s = 0.0  # for a copy, in the present step
         self._loss = LastLoss()
         self._loss_watch = LossWatch(self._guard)
         self._looked_at: int | None = None  # the step whose loss is known, where losses come as tensors
@@ -157,6 +161,10 @@ class TrainerShim:
         self._tracer: Tracer | None = None
         if drill is not None:
             self._tracer = Tracer(drill, state=self._state, rank=self.rank, world_size=self.world_size)
+        self._late = overlap and bool(self._state.optimizers)
+        self._hooks = [
+            each.optimizer.register_step_pre_hook(_before_step(weakref.ref(self))) for each in self._state.optimizers
+        ]
         self._state.data.seed(seed, 0, self.rank)
         self._sigterm = Sigterm.install()
         # Weakly: a shim that the script has dropped need not live until the end.
@@ -274,8 +282,9 @@ class TrainerShim:
             loaded = loading.load(path, state=self._state, ranks=self._saving, seed=self._seed, marker_crc32c=crc)
             sequence = max(sequence, loaded.marker.sequence)
         self._saver = Saver(
-            target=target, ranks=self._saving, sequence=sequence, report=self._report, guard=self._guard
-        )
+            target=target, ranks=self._saving, sequence=sequence, report=self._report, guard=self._guard,
+            late=self._late,
+        )  # fmt: skip
         return loaded
 
     # --- stepping ---------------------------------------------------------------------------------------------------
@@ -297,9 +306,11 @@ class TrainerShim:
         if type(loss) is float:
             self._loss.value = loss
         if self._first_step is None:
-            took = now - self._last_beat
+            took = now - self._last_beat - self._waited_s
+            if self._saver is not None:
+                self._saver.slowdown.step(self._last_beat, took)
             self._step_s = took if self._step_s is None else self._step_s + _SMOOTHING * (took - self._step_s)
-        self._last_beat = now
+        self._last_beat, self._waited_s = now, 0.0
         self._pulse.beat(step, self.samples_seen, self._loss.value, self._step_s)
         if self._tracer is not None:
             return self._traced(self._tracer, step, loss)
@@ -310,6 +321,11 @@ class TrainerShim:
         if not self._schedule.due(step):
             return self.stopping
         return self._agree(step, loss)
+
+    def before_optimizer_step(self) -> None:
+        """Wait until the state of the last save is copied. The optimizers given to the shim call it by themselves."""
+        if self._saver is not None:
+            self._waited_s += self._saver.release()
 
     def _traced(self, tracer: Tracer, step: int, loss: float | torch.Tensor | None) -> bool:
         """A step of a drill: the same, written down, and with an end and perhaps a death that were ordered."""
@@ -450,6 +466,8 @@ class TrainerShim:
             self._pulse.phase(Phase.END)
             self._pulse.close()
             self._report.close()
+            for hook in self._hooks:
+                hook.remove()
             if self._sigterm is not None:
                 self._sigterm.remove()
             atexit.unregister(self._at_exit)
@@ -518,6 +536,15 @@ class TrainerShim:
 
     def _ignored(self, why: str) -> None:
         self._report.write(Report.CONTROL_IGNORED, why=why)
+
+
+def _before_step(reference: weakref.ref[TrainerShim]) -> Callable[..., None]:
+    def hook(*_args: Any) -> None:
+        shim = reference()
+        if shim is not None:
+            shim.before_optimizer_step()
+
+    return hook
 
 
 def _leave(reference: weakref.ref[TrainerShim]) -> None:

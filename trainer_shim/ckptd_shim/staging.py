@@ -1,8 +1,9 @@
 """How is the live state copied so that training may go on while it is written?
 
-One buffer in host memory for each tensor, kept from save to save: touching new pages costs several times the copy. The
-copy is a plain `copy_`, which uses all of torch's intra-op threads; from a GPU it goes through pinned memory, and all
-of them are waited for at once.
+One buffer in host memory for each tensor, kept from save to save: touching new pages costs several times the copy. There
+is one set of them, and a save waits for the one before: a second set would hold a whole copy of the state for the rare
+case, since no interval is derived that is shorter than an upload. What may be copied later, while training goes on, is
+`copying.py`'s; the rest is copied at once by a plain `copy_`, from a GPU through pinned memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptd_shim.copying import Copying
 from ckptd_shim.trees import map_tensors
 
 if TYPE_CHECKING:
@@ -56,32 +58,49 @@ class Stager:
         map_tensors(snapshot.tree, note)
         return found
 
-    def warm(self, shapes: Mapping[str, Shape]) -> None:
-        """Allocate the buffers and touch every page of them."""
-        for name, shape in shapes.items():
-            self._buffer(name, shape).zero_()
+    def warm(self, shapes: Mapping[str, Shape]) -> list[torch.Tensor]:
+        """Allocate the buffers and touch every page of them. Returns them."""
+        return [self._buffer(name, shape).zero_() for name, shape in shapes.items()]
 
-    def stage(self, snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], Any]:
-        """Copy what this rank writes. Returns (local tensors by key, the tree), both untouched by what training does."""
+    def stage(self, snapshot: Snapshot, *, late: bool = False) -> tuple[dict[str, torch.Tensor], Any, Copying | None]:
+        """Copy what this rank writes, or begin to.
+
+        Args:
+            snapshot: the live state.
+            late: the caller sees to it that parameters and optimizer state stand still until the copy is released.
+
+        Returns:
+            (local tensors by key, the tree, what is still to be copied into the former). The tree is untouched by whatever
+            training does next, and so are the tensors if there is nothing to be copied.
+        """
         waits: set[torch.device] = set()
         names: set[str] = set()
 
         def copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            names.add(name)
             buffer = self._buffer(name, _shape(tensor))
+            names.add(name)
             buffer.copy_(tensor, non_blocking=True)
             if tensor.is_cuda:
                 waits.add(tensor.device)
             return buffer
 
+        staged: dict[str, torch.Tensor] = {}
+        pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         with torch.no_grad():
-            staged = {key: copy(key, local(tensor)) for key, tensor in self.wanted(snapshot).items()}
+            for key, tensor in self.wanted(snapshot).items():
+                source = local(tensor)
+                if late and _stands_still(key, snapshot) and (source.is_cuda or _is_plain(source)):
+                    names.add(key)
+                    staged[key] = self._buffer(key, _shape(source))
+                    pairs[key] = staged[key], source
+                else:
+                    staged[key] = copy(key, source)
             tree = map_tensors(snapshot.tree, lambda path, tensor: copy(path, local(tensor)))
         for device in waits:
             torch.cuda.current_stream(device).synchronize()
         # Buffers of what is no longer there would only hold memory.
         self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in names}
-        return staged, tree
+        return staged, tree, Copying(pairs) if pairs else None
 
     def _buffer(self, name: str, shape: Shape) -> torch.Tensor:
         size, dtype, pinned = shape
@@ -94,3 +113,12 @@ class Stager:
 
 def _shape(tensor: torch.Tensor) -> Shape:
     return tensor.shape, tensor.dtype, tensor.is_cuda
+
+
+def _stands_still(key: str, snapshot: Snapshot) -> bool:
+    """Whether only an optimizer's step changes it: buffers change in a forward pass, `extra` whenever it likes."""
+    return key in snapshot.parameters or key.startswith("optim.")
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import io
+import hashlib
 import os
+import pickle
 import shutil
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    DEFAULT_SUFFIX,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from ckptd_shim import contract
+from ckptd_shim.contract import FileDigest
+from ckptd_shim.framing import DigestedFile, Framer
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
     import torch.distributed as dist
@@ -41,89 +53,197 @@ class _Planner(DefaultSavePlanner):
         return self._staged[index.fqn]
 
 
-class _Files(FileSystem):
-    """Keeps the first error of the disk: torch's writer turns it into one that has lost the number."""
-
-    error: OSError | None = None
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        files = self
-
-        class Raw(io.FileIO):
-            def write(self, data: Any) -> int:
-                try:
-                    return super().write(data) or 0
-                except OSError as error:
-                    files.error = files.error or error
-                    raise
-
-        with io.BufferedWriter(Raw(path, mode)) as stream:
-            yield stream
-
-
 class _Writer(FileSystemWriter):
-    """torch's writer, which remembers why it failed: what it raises after telling all ranks is only a text."""
+    """Writes one file a rank, and remembers why it failed: what torch raises after telling all ranks is only a text."""
 
     failure: BaseException | None = None
+    plan: tuple[tuple[MetadataIndex, ...], str] | None = None
+    results: tuple[WriteResult, ...] = ()
+    files: tuple[FileDigest, ...] = ()
+    marshalled: bytes = b""
 
-    def __init__(self, path: str, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.fs = self._files = _Files()
+    def __init__(self, path: str, framer: Framer, *, durable: bool) -> None:
+        super().__init__(path, sync_files=durable, thread_count=1, overwrite=False)
+        self._framer = framer
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         with self._remembering():
-            return super().write_data(plan, planner)
+            indices = tuple(item.index for item in plan.items)
+            name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+            tensors = [planner.resolve_data(item) for item in plan.items]
+            path = os.path.join(self.path, name)
+            self.files, places = write_file(path, tensors, self._framer, durable=self.sync_files)
+            self.results = tuple(
+                WriteResult(index=index, size_in_bytes=length, storage_data=_StorageInfo(name, offset, length))
+                for index, (offset, length) in zip(indices, places, strict=True)
+            )
+            self.plan = indices, name
+            done: Future[list[WriteResult]] = Future()
+            done.set_result(list(self.results))
+            return done
 
     def finish(self, metadata: Metadata, results: Any) -> None:
+        """On rank 0, when every rank has written. The same plan gives the same bytes at every save."""
         with self._remembering():
-            super().finish(metadata, results)
+            metadata.version = CURRENT_DCP_VERSION
+            metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
+            metadata.storage_meta = StorageMeta()
+            self.marshalled = pickle.dumps(metadata)
 
     @contextlib.contextmanager
     def _remembering(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self.failure = self._files.error or error
+            self.failure = error
             raise
 
 
-def write_tensors(
-    path: str,
-    tensors: dict[str, torch.Tensor],
-    staged: dict[str, torch.Tensor],
-    *,
-    group: dist.ProcessGroup | None,
-    durable: bool,
-) -> Metadata:
-    """Write this rank's part of `tensors` into the directory `path`: a collective of `group`.
+def write_file(
+    path: str, tensors: Sequence[torch.Tensor], framer: Framer, *, durable: bool
+) -> tuple[tuple[FileDigest, ...], list[tuple[int, int]]]:
+    """Write tensors one after the other: (the file with its digest, offset and length of each). No tensors, no file."""
+    if not tensors:
+        return (), []
+    file = DigestedFile(path)
+    places = []
+    try:
+        for tensor in tensors:
+            offset = file.size
+            places.append((offset, framer.put(file, tensor)))
+        file.close(durable=durable)
+    finally:
+        file.discard()
+    return (FileDigest(name=os.path.basename(path), size=file.size, crc32c=file.crc32c),), places
+
+
+def write_bytes(path: str, chunks: Iterable[bytes | memoryview], *, durable: bool) -> FileDigest:
+    """Write buffers into a new file. Raises OSError."""
+    file = DigestedFile(path)
+    try:
+        for chunk in chunks:
+            file.put(chunk)
+        file.close(durable=durable)
+    finally:
+        file.discard()
+    return FileDigest(name=os.path.basename(path), size=file.size, crc32c=file.crc32c)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Who writes what where: worked out by torch for one save, and good for every one of the same tensors."""
+
+    signature: str
+    """Of this rank's part; see `signature_of`."""
+    indices: tuple[MetadataIndex, ...]
+    name: str
+    places: tuple[tuple[int, int], ...]
+    metadata: Metadata
+    marshalled: bytes
+    """What is in `.metadata`; rank 0 has it."""
+
+
+class TensorWriter:
+    """Writes the staged tensors of save after save. Every rank calls the same methods in the same order.
 
     Args:
-        path: the directory, which exists.
-        tensors: by key; they say how each is sharded.
-        staged: this rank's part of each, on the CPU.
+        rank: this rank.
         group: all ranks; None in a world of one.
         durable: with the files on disk on return.
-
-    Raises:
-        BaseException: this rank's own failure where it has one, else torch's account of the others' failures.
     """
-    writer = _Writer(
-        path,
-        sync_files=durable,
-        # With more threads a failed one goes unnoticed; copying ahead is done, and would touch the GPU.
-        thread_count=1,
-        per_thread_copy_ahead=0,
-        overwrite=False,
-    )
-    try:
-        return save_tensors(
-            dict(tensors), storage_writer=writer, planner=_Planner(staged), process_group=group, no_dist=group is None
+
+    def __init__(self, *, rank: int, group: dist.ProcessGroup | None, durable: bool) -> None:
+        self._rank = rank
+        self._group = group
+        self._durable = durable
+        self.framer = Framer()
+        self.layout: Layout | None = None
+        """Of the newest save that all ranks wrote; `write` goes by it when it is told that every rank has one that fits."""
+
+    def learn(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Find out beforehand what does not depend on the values that the buffers will have."""
+        for buffer in buffers:
+            self.framer.learn(buffer)
+
+    def write(
+        self,
+        path: str,
+        tensors: dict[str, torch.Tensor],
+        staged: dict[str, torch.Tensor],
+        *,
+        signature: str,
+        again: bool,
+    ) -> tuple[list[FileDigest], Metadata]:
+        """Write this rank's part of `tensors` into the directory `path`, which exists. A collective unless `again`.
+
+        Args:
+            path: the directory.
+            tensors: by key; they say how each is sharded.
+            staged: this rank's part of each, on the CPU.
+            signature: of `tensors`.
+            again: every rank has a `layout` of its signature, so there is nothing to work out together.
+
+        Raises:
+            BaseException: this rank's own failure where it has one, else torch's account of the others' failures.
+        """
+        if again:
+            assert self.layout is not None
+            layout = self.layout
+            parts = [staged[index.fqn] for index in layout.indices]
+            files, places = write_file(os.path.join(path, layout.name), parts, self.framer, durable=self._durable)
+            if tuple(places) != layout.places:
+                raise RuntimeError(f"{layout.name} is laid out otherwise than at the save before")
+        else:
+            layout, files = self._plan_and_write(path, tensors, staged, signature)
+            self.layout = layout
+        listed = list(files)
+        if self._rank == 0:
+            name = os.path.join(path, contract.DCP_METADATA)
+            listed.append(write_bytes(name, [layout.marshalled], durable=self._durable))
+        return listed, layout.metadata
+
+    def _plan_and_write(
+        self, path: str, tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor], signature: str
+    ) -> tuple[Layout, tuple[FileDigest, ...]]:
+        self.layout = None
+        writer = _Writer(path, self.framer, durable=self._durable)
+        try:
+            metadata = save_tensors(
+                dict(tensors), storage_writer=writer, planner=_Planner(staged), process_group=self._group,
+                no_dist=self._group is None,
+            )  # fmt: skip
+        except BaseException:
+            if writer.failure is None:
+                raise
+            raise writer.failure from None
+        assert writer.plan is not None
+        layout = Layout(
+            signature=signature,
+            indices=writer.plan[0],
+            name=writer.plan[1],
+            places=tuple((each.storage_data.offset, each.storage_data.length) for each in writer.results),
+            metadata=metadata,
+            marshalled=writer.marshalled,
         )
-    except BaseException:
-        if writer.failure is None:
-            raise
-        raise writer.failure from None
+        return layout, writer.files
+
+
+def signature_of(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+    """(digest of all that decides how this rank's tensors are laid out in files, the same of those that are not sharded).
+
+    What is not sharded every rank must hold alike, because rank 0 alone writes it.
+    """
+    everything, alike = hashlib.sha256(), hashlib.sha256()
+    for key in sorted(tensors):
+        tensor = tensors[key]
+        text = f"{key}\0{tensor.dtype}\0{tuple(tensor.shape)}"
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            text += f"\0{tensor.placements}\0{mesh.shape}\0{mesh.get_coordinate()}\0{tuple(tensor.to_local().shape)}"
+        else:
+            alike.update(text.encode())
+        everything.update(text.encode())
+    return everything.hexdigest(), alike.hexdigest()
 
 
 def check_plan(metadata: Metadata, sizes: dict[str, int]) -> None:
