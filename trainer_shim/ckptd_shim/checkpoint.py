@@ -121,7 +121,8 @@ class Saver:
         self._report = report
         self._guard = guard or Guard()
         self._stager = Stager(rank=ranks.rank)
-        self._writer = TensorWriter(rank=ranks.rank, group=ranks.group, durable=target.durable)
+        self._gently = background.Gently(name="ckptd-gentle")
+        self._writer = TensorWriter(rank=ranks.rank, group=ranks.group, durable=target.durable, gently=self._gently)
         self._packer = Packer("schema", "layout")
         self._late = late
         self._copying: Copying | None = None
@@ -144,7 +145,7 @@ class Saver:
         """Allocate the buffers that `snapshot` needs, in the background, so that the first save does not have to."""
         shapes = self._stager.shapes(snapshot)
         self.wait()
-        self._submit(lambda: self._writer.learn(self._stager.warm(shapes)))
+        self._submit(lambda: self._writer.learn(self._stager.warm(shapes, self._gently)))
 
     def save(
         self,
@@ -219,8 +220,9 @@ class Saver:
             RuntimeError: the saver itself failed, which is a bug.
         """
         self.release()
-        if not self._idle.wait(timeout_s):
-            return False
+        with self._gently.hurry():
+            if not self._idle.wait(timeout_s):
+                return False
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise RuntimeError(f"the saver's thread failed: {failure!r}") from failure
@@ -229,7 +231,9 @@ class Saver:
     def close(self) -> None:
         """End the thread. What is in flight is waited for."""
         self._jobs.put(None)
-        self._thread.join()
+        with self._gently.hurry():
+            self._thread.join()
+        self._gently.close()
 
     # --- the saver's thread -----------------------------------------------------------------------------------------
 
@@ -276,11 +280,12 @@ class Saver:
                 tensors={key: job.live[key] for key in job.staged},
                 staged=job.staged,
                 parameters=job.parameters,
+                gently=self._gently,
             )
             signature, mine["alike"] = signature_of(job.live)
             layout = self._writer.layout
             mine["known"] = layout is not None and layout.signature == signature
-            mine["shared"] = job.packed.shared_crc32c()
+            mine["shared"] = self._gently(job.packed.shared_crc32c)
         except Exception as error:
             problem = problem_of(error)
         if self._ranks.rank == 0:
@@ -319,7 +324,7 @@ class Saver:
 
     def _copied(self, copying: Copying) -> Problem | None:
         """See the copy through to its end; the problem if it is not one of the state at the save."""
-        changed = copying.result()
+        changed = copying.result(self._gently)
         if changed is None:
             return None
         self._late = False
@@ -333,7 +338,8 @@ class Saver:
         """This rank's own, with what all ranks have alike written once: an average of the weights is as large as they are."""
         rank = self._ranks.rank
         path = os.path.join(job.path, contract.extras_name(rank))
-        written = write_bytes(path, job.packed.chunks(shared=rank == 0 or not alike), durable=self.target.durable)
+        chunks = job.packed.chunks(shared=rank == 0 or not alike)
+        written = write_bytes(path, chunks, durable=self.target.durable, gently=self._gently)
         if self.target.durable:
             contract.fsync_directory(job.path)
         return written

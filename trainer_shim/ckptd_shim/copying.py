@@ -8,13 +8,19 @@ to compare with, which shows most of what `tensor.data` hides from the count.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
 from collections import deque
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+from ckptd_shim.background import at_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _PIECE: Final = 4 << 20
 """Bytes that are copied in one go: how long the optimizer may have to wait for a piece that another thread has begun."""
@@ -69,22 +75,23 @@ class Copying:
                 event.record(stream)
             self._events.append((device, event))
 
-    def work(self) -> None:
+    def work(self, gently: Callable[[Callable[[], None]], None] = at_once) -> None:
         """Copy until nothing is left to begin, and wait for what others have begun."""
-        while True:
-            try:
-                target, source, begin, end = self._pieces.popleft()
-            except IndexError:
-                break
-            if end - begin == source.numel():
-                target.copy_(source)
-            else:
-                target.reshape(-1)[begin:end].copy_(source.reshape(-1)[begin:end])
-            with self._lock:
-                self._left -= 1
-                if not self._left:
-                    self._copied.set()
+        with contextlib.suppress(IndexError):
+            while True:
+                gently(self._copy_piece)
         self._copied.wait()
+
+    def _copy_piece(self) -> None:
+        target, source, begin, end = self._pieces.popleft()
+        if end - begin == source.numel():
+            target.copy_(source)
+        else:
+            target.reshape(-1)[begin:end].copy_(source.reshape(-1)[begin:end])
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._copied.set()
 
     def release(self) -> float:
         """Let the live tensors be changed from here on. Returns the seconds that this took.
@@ -103,9 +110,9 @@ class Copying:
         self._events.clear()
         return time.monotonic() - begun
 
-    def result(self) -> str | None:
+    def result(self, gently: Callable[[Callable[[], None]], None] = at_once) -> str | None:
         """Copy to the end. Returns what has changed meanwhile, None: nothing, and the copy is the state at the save."""
-        self.work()
+        self.work(gently)
         for _, event in list(self._events):
             event.synchronize()
         self._verify()

@@ -9,14 +9,19 @@ torch never looks at it, and what guards the file is the CRC-32C of the whole of
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import os
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import crc32c as _crc32c
 import torch
 
+from ckptd_shim.background import at_once
 from ckptd_shim.extras import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _CHUNK: Final = 4 << 20
 """Bytes that are digested, then written, so that the second finds them in the cache."""
@@ -29,9 +34,15 @@ Frame = tuple[bytes, bytes]
 
 
 class DigestedFile:
-    """A new file, written from beginning to end, with the CRC-32C of all that was written. Raises OSError."""
+    """A new file, written from beginning to end, with the CRC-32C of all that was written. Raises OSError.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        path: the file, which must not be there yet.
+        gently: who does the heavy pieces.
+    """
+
+    def __init__(self, path: str, gently: Callable[[Callable[[], None]], None] = at_once) -> None:
+        self._gently = gently
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._small: list[bytes] = []
         self._small_size = 0
@@ -65,10 +76,12 @@ class DigestedFile:
 
     def _append(self, view: memoryview) -> None:
         for at in range(0, len(view), _CHUNK):
-            chunk = view[at : at + _CHUNK]
-            self._crc = _crc32c.crc32c(chunk, self._crc)
-            while chunk:
-                chunk = chunk[os.write(self._fd, chunk) :]
+            self._gently(functools.partial(self._append_chunk, view[at : at + _CHUNK]))
+
+    def _append_chunk(self, chunk: memoryview) -> None:
+        self._crc = _crc32c.crc32c(chunk, self._crc)
+        while chunk:
+            chunk = chunk[os.write(self._fd, chunk) :]
 
     def close(self, *, durable: bool = False) -> None:
         """Close, with everything on disk first if `durable`."""

@@ -7,6 +7,7 @@ it. Every rank looks at what it writes itself; `verdict` is what all of them mak
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections import deque
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptd_shim.background import at_once
 from ckptd_shim.contract import Guard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 WINDOW: Final = 64
 """How many losses count as recent; one is kept at each agreement, so they reach back a minute or so."""
@@ -30,6 +32,8 @@ _MAD_TO_SIGMA: Final = 1.4826
 _RESOLUTION: Final = 1e-6
 """Of a float32 loss: one that does not move at all has a deviation of so much of its size."""
 _CHUNK: Final = 1 << 18
+_TOGETHER: Final = 16 << 20
+"""Bytes of tensors whose norms are taken in one call."""
 _NORMED: Final = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -87,6 +91,7 @@ def inspect(
     tensors: Mapping[str, torch.Tensor],
     staged: Mapping[str, torch.Tensor],
     parameters: Mapping[str, str],
+    gently: Callable[[Callable[[], Any]], Any] = at_once,
 ) -> dict[str, Any]:
     """What one rank has to say of its part of a state: `{"unfit": why or None, "squares": float}`, for `verdict`.
 
@@ -97,13 +102,16 @@ def inspect(
         staged: this rank's part of each, on the CPU.
         parameters: which keys are parameters, to the key that stands for all that are tied. Buffers are not looked at:
             an attention mask is full of infinities, and rightly.
+        gently: who does the heavy pieces.
     """
     unfit, squares = loss_problem, 0.0
     counted: set[str] = set()
     suspects = tensors
     if guard.param_norm is None:
         keys = [key for key in tensors if key in parameters or key.startswith("optim.")]
-        suspects = {key: tensors[key] for key in _suspects(keys, staged)} if guard.finite and unfit is None else {}
+        suspects = (
+            {key: tensors[key] for key in _suspects(keys, staged, gently)} if guard.finite and unfit is None else {}
+        )
     for key, tensor in suspects.items():
         first = parameters.get(key)
         if first is None and not key.startswith("optim."):
@@ -111,7 +119,7 @@ def inspect(
         counts = guard.param_norm is not None and first is not None and first not in counted
         if not counts and not (guard.finite and unfit is None):
             continue
-        total, bad = _measure(staged[key])
+        total, bad = gently(functools.partial(_measure, staged[key]))
         if bad is not None and guard.finite and unfit is None:
             unfit = f"{key} holds {bad}"
         if counts and first is not None:
@@ -135,21 +143,32 @@ def verdict(guard: Guard, told: Iterable[Mapping[str, Any]]) -> Rejection | None
     return Rejection(why=f"the norm of the parameters is {norm:.6g} (param_norm: {limit:g})", rank=None)
 
 
-def _suspects(keys: list[str], staged: Mapping[str, torch.Tensor]) -> list[str]:
-    """Those of `keys` whose tensors need a closer look. One call for all tensors of a kind: it leaves Python to others."""
-    groups: dict[torch.dtype, list[str]] = {}
+def _suspects(
+    keys: list[str], staged: Mapping[str, torch.Tensor], gently: Callable[[Callable[[], Any]], Any]
+) -> list[str]:
+    """Those of `keys` whose tensors need a closer look. One call for many tensors: it leaves Python to other threads."""
+    groups: dict[torch.dtype, list[list[str]]] = {}
+    sizes: dict[torch.dtype, int] = {}
     found: set[str] = set()
     for key in keys:
         tensor = staged[key]
-        if tensor.dtype in _NORMED and tensor.numel():
-            groups.setdefault(tensor.dtype, []).append(key)
-        else:
+        if tensor.dtype not in _NORMED or not tensor.numel():
             found.add(key)
-    for dtype, group in groups.items():
+            continue
+        of_dtype = groups.setdefault(tensor.dtype, [[]])
+        size = sizes.get(tensor.dtype, 0) + tensor.nbytes
+        if size > _TOGETHER and of_dtype[-1]:
+            of_dtype.append([])
+            size = tensor.nbytes
+        sizes[tensor.dtype] = size
+        of_dtype[-1].append(key)
+    for dtype, of_dtype in groups.items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        norms = torch.stack(torch._foreach_norm([staged[key] for key in group], dtype=wide))
-        if not bool(torch.isfinite(norms.sum())):
-            found.update(key for key, norm in zip(group, norms.tolist(), strict=True) if not math.isfinite(norm))
+        for group in of_dtype:
+            norms = gently(functools.partial(torch._foreach_norm, [staged[key] for key in group], dtype=wide))
+            together = torch.stack(norms)
+            if not bool(torch.isfinite(together.sum())):
+                found.update(key for key, norm in zip(group, together.tolist(), strict=True) if not math.isfinite(norm))
     return [key for key in keys if key in found]
 
 

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptd_shim.background import at_once
 from ckptd_shim.copying import Copying
 from ckptd_shim.trees import map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ckptd_shim.state import Snapshot
 
@@ -58,9 +59,11 @@ class Stager:
         map_tensors(snapshot.tree, note)
         return found
 
-    def warm(self, shapes: Mapping[str, Shape]) -> list[torch.Tensor]:
+    def warm(
+        self, shapes: Mapping[str, Shape], gently: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = at_once
+    ) -> list[torch.Tensor]:
         """Allocate the buffers and touch every page of them. Returns them."""
-        return [self._buffer(name, shape).zero_() for name, shape in shapes.items()]
+        return [gently(self._buffer(name, shape).zero_) for name, shape in shapes.items()]
 
     def stage(self, snapshot: Snapshot, *, late: bool = False) -> tuple[dict[str, torch.Tensor], Any, Copying | None]:
         """Copy what this rank writes, or begin to.

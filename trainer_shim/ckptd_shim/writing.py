@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import pickle
@@ -26,14 +27,17 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ckptd_shim import contract
+from ckptd_shim.background import at_once
 from ckptd_shim.contract import FileDigest
 from ckptd_shim.framing import DigestedFile, Framer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
     import torch.distributed as dist
+
+    Gentle = Callable[[Callable[[], None]], None]
 
 Problem = dict[str, Any]
 """What went wrong on a rank, as the others are told: {"error": text, "errno": number or None}."""
@@ -62,9 +66,10 @@ class _Writer(FileSystemWriter):
     files: tuple[FileDigest, ...] = ()
     marshalled: bytes = b""
 
-    def __init__(self, path: str, framer: Framer, *, durable: bool) -> None:
+    def __init__(self, path: str, framer: Framer, *, durable: bool, gently: Gentle) -> None:
         super().__init__(path, sync_files=durable, thread_count=1, overwrite=False)
         self._framer = framer
+        self._gently = gently
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         with self._remembering():
@@ -72,7 +77,7 @@ class _Writer(FileSystemWriter):
             name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
             tensors = [planner.resolve_data(item) for item in plan.items]
             path = os.path.join(self.path, name)
-            self.files, places = write_file(path, tensors, self._framer, durable=self.sync_files)
+            self.files, places = write_file(path, tensors, self._framer, durable=self.sync_files, gently=self._gently)
             self.results = tuple(
                 WriteResult(index=index, size_in_bytes=length, storage_data=_StorageInfo(name, offset, length))
                 for index, (offset, length) in zip(indices, places, strict=True)
@@ -100,12 +105,12 @@ class _Writer(FileSystemWriter):
 
 
 def write_file(
-    path: str, tensors: Sequence[torch.Tensor], framer: Framer, *, durable: bool
+    path: str, tensors: Sequence[torch.Tensor], framer: Framer, *, durable: bool, gently: Gentle = at_once
 ) -> tuple[tuple[FileDigest, ...], list[tuple[int, int]]]:
     """Write tensors one after the other: (the file with its digest, offset and length of each). No tensors, no file."""
     if not tensors:
         return (), []
-    file = DigestedFile(path)
+    file = DigestedFile(path, gently)
     places = []
     try:
         for tensor in tensors:
@@ -117,9 +122,11 @@ def write_file(
     return (FileDigest(name=os.path.basename(path), size=file.size, crc32c=file.crc32c),), places
 
 
-def write_bytes(path: str, chunks: Iterable[bytes | memoryview], *, durable: bool) -> FileDigest:
+def write_bytes(
+    path: str, chunks: Iterable[bytes | memoryview], *, durable: bool, gently: Gentle = at_once
+) -> FileDigest:
     """Write buffers into a new file. Raises OSError."""
-    file = DigestedFile(path)
+    file = DigestedFile(path, gently)
     try:
         for chunk in chunks:
             file.put(chunk)
@@ -150,9 +157,11 @@ class TensorWriter:
         rank: this rank.
         group: all ranks; None in a world of one.
         durable: with the files on disk on return.
+        gently: who does the heavy pieces.
     """
 
-    def __init__(self, *, rank: int, group: dist.ProcessGroup | None, durable: bool) -> None:
+    def __init__(self, *, rank: int, group: dist.ProcessGroup | None, durable: bool, gently: Gentle = at_once) -> None:
+        self._gently = gently
         self._rank = rank
         self._group = group
         self._durable = durable
@@ -163,7 +172,7 @@ class TensorWriter:
     def learn(self, buffers: Iterable[torch.Tensor]) -> None:
         """Find out beforehand what does not depend on the values that the buffers will have."""
         for buffer in buffers:
-            self.framer.learn(buffer)
+            self._gently(functools.partial(self.framer.learn, buffer))
 
     def write(
         self,
@@ -190,7 +199,9 @@ class TensorWriter:
             assert self.layout is not None
             layout = self.layout
             parts = [staged[index.fqn] for index in layout.indices]
-            files, places = write_file(os.path.join(path, layout.name), parts, self.framer, durable=self._durable)
+            files, places = write_file(
+                os.path.join(path, layout.name), parts, self.framer, durable=self._durable, gently=self._gently
+            )
             if tuple(places) != layout.places:
                 raise RuntimeError(f"{layout.name} is laid out otherwise than at the save before")
         else:
@@ -206,7 +217,7 @@ class TensorWriter:
         self, path: str, tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor], signature: str
     ) -> tuple[Layout, tuple[FileDigest, ...]]:
         self.layout = None
-        writer = _Writer(path, self.framer, durable=self._durable)
+        writer = _Writer(path, self.framer, durable=self._durable, gently=self._gently)
         try:
             metadata = save_tensors(
                 dict(tensors), storage_writer=writer, planner=_Planner(staged), process_group=self._group,
