@@ -97,7 +97,9 @@ VIEWS: Final[dict[str, str]] = {
     "saves": f"""
         SELECT json_extract(e.data, '$.step') AS step, e.attempt, {_columns("tier", "stall_s", "bytes", "upload_s")},
             substr(e.kind, 6) AS outcome, e.at, {_columns("path")},
-            coalesce(json_extract(e.data, '$.error'), json_extract(e.data, '$.why')) AS error
+            coalesce(json_extract(e.data, '$.error'), json_extract(e.data, '$.why')) AS error,
+            lead(json_extract(e.data, '$.slowdown_s')) OVER (PARTITION BY e.attempt, json_extract(e.data, '$.tier')
+                ORDER BY e.id) AS slowdown_s
         FROM events e WHERE e.kind IN ('save_committed', 'save_failed', 'save_rejected') ORDER BY e.id
     """,
     "decisions": f"""
@@ -119,12 +121,12 @@ def _first(db: sqlite_utils.Database) -> None:
         db.execute(f"CREATE VIEW {name} AS {select}")
 
 
-def _show_rejected_saves(db: sqlite_utils.Database) -> None:
+def _renew_saves(db: sqlite_utils.Database) -> None:
     db.execute("DROP VIEW saves")
     db.execute(f"CREATE VIEW saves AS {VIEWS['saves']}")
 
 
-MIGRATIONS: Final[tuple[Callable[[sqlite_utils.Database], None], ...]] = (_first, _show_rejected_saves)
+MIGRATIONS: Final[tuple[Callable[[sqlite_utils.Database], None], ...]] = (_first, _renew_saves, _renew_saves)
 
 VERSION: Final = len(MIGRATIONS)
 """What `PRAGMA user_version` says in a ledger of this ckptd."""

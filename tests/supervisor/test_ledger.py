@@ -478,12 +478,20 @@ class TestViews:
     def test_saves(self, story):
         assert story.rows("saves") == [
             {"step": 50, "attempt": 1, "tier": "disk", "stall_s": 0.5, "bytes": 10, "upload_s": 2.0,
-             "outcome": "committed", "at": 1009.0, "path": "", "error": None},
+             "outcome": "committed", "at": 1009.0, "path": "", "error": None, "slowdown_s": None},
             {"step": 60, "attempt": 1, "tier": "disk", "stall_s": 0.25, "bytes": None, "upload_s": None,
-             "outcome": "failed", "at": 1012.0, "path": "/x", "error": "full"},
+             "outcome": "failed", "at": 1012.0, "path": "/x", "error": "full", "slowdown_s": None},
             {"step": 70, "attempt": 1, "tier": "disk", "stall_s": 0.5, "bytes": None, "upload_s": None,
-             "outcome": "rejected", "at": 1013.0, "path": "/y", "error": "NaN"},
+             "outcome": "rejected", "at": 1013.0, "path": "/y", "error": "NaN", "slowdown_s": None},
         ]  # fmt: skip
+
+    def test_what_an_upload_cost_is_reported_by_the_next_save_and_stands_with_its_own(self, story):
+        story.append(ev.SaveCommitted(t=20.0, attempt=2, step=80, tier="disk", slowdown_s=0.75))
+        story.append(ev.SaveCommitted(t=20.5, attempt=2, step=80, tier="far", slowdown_s=0.0))
+        story.append(ev.SaveCommitted(t=21.0, attempt=2, step=90, tier="disk", slowdown_s=-0.25))
+        story.append(ev.SaveCommitted(t=22.0, attempt=2, step=99, tier="disk", slowdown_s=0.5))
+        rows = [row for row in story.rows("saves") if row["attempt"] == 2 and row["tier"] == "disk"]
+        assert [(row["step"], row["slowdown_s"]) for row in rows] == [(80, -0.25), (90, 0.5), (99, None)]
 
     def test_decisions(self, story):
         assert story.rows("decisions") == [
@@ -535,7 +543,7 @@ def test_an_older_ledger_is_migrated_in_one_step_or_not_at_all(path, monkeypatch
 
     first = ledger_schema.MIGRATIONS
     monkeypatch.setattr(ledger_module, "MIGRATIONS", (*first, add, fail))
-    monkeypatch.setattr(ledger_module, "VERSION", 3)
+    monkeypatch.setattr(ledger_module, "VERSION", len(first) + 1)
     with pytest.raises(LedgerError, match="broken"):
         Ledger.open(path)
     monkeypatch.setattr(ledger_module, "MIGRATIONS", (*first, add, lambda db: None))
@@ -543,7 +551,7 @@ def test_an_older_ledger_is_migrated_in_one_step_or_not_at_all(path, monkeypatch
         names = {row[0] for row in one._db.execute("SELECT name FROM sqlite_schema")}
         assert "half" not in names
         assert "extra" in [row[1] for row in one._db.execute("PRAGMA table_info(events)")]
-        assert one._db.execute("PRAGMA user_version").fetchone()[0] == 3
+        assert one._db.execute("PRAGMA user_version").fetchone()[0] == len(first) + 1
         assert one.last_t() == 7.0
 
 

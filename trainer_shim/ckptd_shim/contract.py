@@ -419,7 +419,8 @@ class Report(enum.StrEnum):
     SAVE_STAGED = "save_staged"
     """Training goes on, the write begins: {step, stall_s} (this rank's stall)."""
     SAVE_COMMITTED = "save_committed"
-    """{step, samples, path, tier, bytes, stall_s (slowest rank), upload_s (save begun to committed), sequence, marker_crc32c, loss, comparable}."""
+    """{step, samples, path, tier, bytes, stall_s (slowest rank), upload_s (save begun to committed), sequence, marker_crc32c, loss, comparable,
+    slowdown_s (seconds of training that the upload of the save before cost, signed; only where it is known)}."""
     SAVE_FAILED = "save_failed"
     """{step, path, tier, stall_s, error, errno (or null)}. The partial directory is gone unless `left` says otherwise."""
     SAVE_REJECTED = "save_rejected"

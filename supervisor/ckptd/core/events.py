@@ -209,7 +209,11 @@ class SaveStaged(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveCommitted(Event):
-    """A checkpoint is committed. `stall_s`: slowest rank, its wait for an earlier save included; `upload_s`: U."""
+    """A checkpoint is committed. `stall_s`: slowest rank, its wait for an earlier save included; `upload_s`: U.
+
+    `slowdown_s`: training time lost to the upload, summed over the steps that it made slower. Steps end after the commit,
+    so it is of the save before in the same attempt, which cost about the same; signed noise, 0 where nothing is known.
+    """
 
     kind: ClassVar[str] = "save_committed"
     step: int = 0
@@ -218,6 +222,7 @@ class SaveCommitted(Event):
     path: str = ""
     bytes: int = 0
     stall_s: float = 0.0
+    slowdown_s: float = 0.0
     upload_s: float = 0.0
     sequence: int = 0
     marker_crc32c: str = ""
