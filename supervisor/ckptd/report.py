@@ -10,6 +10,7 @@ from ckptd.core import overview
 from ckptd.core.overview import Overview
 from ckptd.errors import UsageError
 from ckptd.ledger import Ledger
+from ckptd.node.reports import tail_of
 from ckptd.rundir import RunDir
 from ckptd.units import checked_duration, parse_duration
 
@@ -65,11 +66,9 @@ def _log(run_dir: RunDir, attempt: int | None, rank: int | None) -> dict[str, st
     """The last lines that the culprit wrote to its standard error; None where there is no such file here, or it is empty."""
     if attempt is None or rank is None:
         return None
-    path = run_dir.attempt_dir(attempt) / f"rank{rank}.err"
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
-            text = overview.tail(file.read(LOG_BYTES).decode(errors="replace"))
-    except OSError:
-        return None
-    return {"path": str(path.relative_to(run_dir.path)), "text": text} if text.strip() else None
+    path = str(run_dir.attempt_dir(attempt) / f"rank{rank}.err")
+    for piece in (path, f"{path}.1"):  # a log that has just been cut is empty, and its end lies beside it
+        text = overview.tail(tail_of(piece, LOG_BYTES))
+        if text.strip():
+            return {"path": os.path.relpath(piece, run_dir.path), "text": text}
+    return None

@@ -56,7 +56,7 @@ def test_what_a_job_wrote_ends_no_element(run_dir, tmp_path, capsys):
     (embedded,) = re.findall(r'<script type="application/json" id="document">(.*?)</script>', page, re.DOTALL)
     newest = json.loads(embedded)["interruptions"][0]
     assert newest["detail"] == NASTY
-    assert newest["log"]["text"].endswith("\nlast words of the culprit")
+    assert newest["log"]["text"].endswith("last words of the culprit")
     assert len(newest["log"]["text"]) <= 2000
     assert newest["log"]["path"].endswith("rank1.err")
 

@@ -120,8 +120,7 @@ def _gap(u: float) -> float:
     return u * u * sum(u**k / (k + 2) for k in range(10))
 
 
-FORMULAS = {"young": young, "daly": daly, "exact": exact}
-"""The optimal interval by its author, as job.yaml names it."""
+_FORMULAS = {"young": young, "daly": daly, "exact": exact}
 
 
 # --- the decision -----------------------------------------------------------------------------------------------------
@@ -187,9 +186,9 @@ def worth_moving(old: Decision | None, new: Decision) -> bool:
 
 def _by_formula(stall_s: float | None, mtbf_s: float, formula: Formula) -> tuple[float, str]:
     if stall_s is None:
-        interval = min(FORMULAS[formula](FIRST_STALL_S, mtbf_s), FIRST_INTERVAL_S)
+        interval = min(_FORMULAS[formula](FIRST_STALL_S, mtbf_s), FIRST_INTERVAL_S)
         return interval, f"no save measured yet: {interval:.4g} s, for a first save early"
-    interval = FORMULAS[formula](max(stall_s, MIN_STALL_S), mtbf_s)
+    interval = _FORMULAS[formula](max(stall_s, MIN_STALL_S), mtbf_s)
     return interval, f"{formula}: C = {stall_s:.4g} s and M = {mtbf_s:.4g} s give {interval:.4g} s"
 
 

@@ -23,6 +23,7 @@ WINDOW: Final = 512
 MOST_POINTS: Final = 120
 MOST_RESTARTS: Final = 40
 MOST_CAUSES: Final = 40
+MOST_ROLLBACKS: Final = 10
 INTERRUPTIONS: Final = 30
 """How many of the newest interruptions are listed, unless more are asked for."""
 MESSAGE_LINES: Final = 12
@@ -92,7 +93,9 @@ class Overview:
         self._newest_restarts: deque[dict[str, Any]] = deque(maxlen=MOST_RESTARTS)
         self._causes: dict[tuple[str, bool], dict[str, Any]] = {}
         self._interruptions: deque[dict[str, Any]] = deque(maxlen=interruptions)
-        self._attempt_began_s: dict[int, float] = {}
+        self._rollbacks: deque[dict[str, Any]] = deque(maxlen=MOST_ROLLBACKS)
+        self._drills = {"passed": 0, "failed": 0}
+        self._drill: dict[str, Any] | None = None
         self._began_at: float | None = None
         self._ended_at: float | None = None
         self._cycles = whatif.Cycles()
@@ -119,12 +122,21 @@ class Overview:
             case ev.SaveRejected():
                 self._tier(event.tier).results["rejected"] += 1
                 self._tier(event.tier).error = _cut(event.why, DETAIL_BYTES)
+            case ev.CheckpointDeleted():
+                self._tier(event.tier).results["deleted"] += 1
+            case ev.RolledBack():
+                self._rollbacks.append(
+                    {"x": here, "at": event.at, "to_step": event.to_step, "source": event.source,
+                     "why": _cut(event.why, DETAIL_BYTES)}
+                )  # fmt: skip
+            case ev.Drilled():
+                self._drilled(event)
             case ev.Restarted():
                 self._restarted(event, here)
             case ev.Interrupted():
                 self._interrupted(event, here)
             case _:
-                pass
+                self._copied(event)
 
     def document(self, status: dict[str, Any], *, asked: list[dict[str, float]] | None = None) -> dict[str, Any]:
         """Everything that is drawn. `status`: the status document of this moment; `asked`: see `whatif.answers`."""
@@ -161,6 +173,8 @@ class Overview:
             "decisions": self._decisions.points(),
             "restarts": self._restarts_document(),
             "checkpoints": {name: _tier_document(tier) for name, tier in self._tiers.items()},
+            "rollbacks": list(reversed(self._rollbacks)),
+            "drills": {**self._drills, "newest": self._drill},
             "causes": sorted(self._causes.values(), key=lambda row: -row["count"])[:MOST_CAUSES],
             "interruptions": list(reversed(self._interruptions)),
             "what_if": questions,
@@ -199,6 +213,27 @@ class Overview:
         tier.uploads.append(event.upload_s)
         tier.newest = {"step": event.step, "at": event.at, "bytes": event.bytes, "path": event.path}
         self._cycles.committed(event, whatif.up_s(self.account))
+
+    def _copied(self, event: ev.Event) -> None:
+        """Checkpoints that come to a tier as copies, and copies that do not."""
+        if event.kind not in ("checkpoint_copied", "copy_failed"):
+            return
+        data = ev.data_of(event)
+        tier = self._tier(data["tier"])
+        if event.kind == "copy_failed":
+            tier.results["copy_failed"] += 1
+            tier.error = _cut(data["error"], DETAIL_BYTES)
+        else:
+            tier.results["copied"] += 1
+            tier.uploads.append(data["seconds"])
+            tier.newest = {"step": data["step"], "at": event.at, "bytes": data["bytes"], "path": data["path"]}
+
+    def _drilled(self, event: ev.Drilled) -> None:
+        self._drills["passed" if event.ok else "failed"] += 1
+        self._drill = {
+            "at": event.at, "ok": event.ok, "step": event.step, "tier": event.tier, "seconds": event.seconds,
+            "problem": _cut(event.problem, DETAIL_BYTES),
+        }  # fmt: skip
 
     def _tier(self, name: str) -> _Tier:
         return self._tiers.setdefault(name, _Tier())
@@ -268,7 +303,8 @@ def _curve(estimate: Estimate | None, used_s: float | None) -> dict[str, Any] | 
     if estimate is None or estimate.stall_s is None:
         return None
     stall, mtbf = max(estimate.stall_s, interval.MIN_STALL_S), max(estimate.mtbf_s, interval.MIN_STALL_S)
-    optima = {name: formula(stall, mtbf) for name, formula in interval.FORMULAS.items()}
+    formulas = {"young": interval.young, "daly": interval.daly, "exact": interval.exact}
+    optima = {name: formula(stall, mtbf) for name, formula in formulas.items()}
     marks = [*optima.values(), *([used_s] if used_s else [])]
     low, high = min(marks) / _CURVE_SPAN, max(marks) * _CURVE_SPAN
     points = [low * (high / low) ** (i / (_CURVE_POINTS - 1)) for i in range(_CURVE_POINTS)]

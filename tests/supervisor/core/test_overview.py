@@ -116,6 +116,24 @@ def test_a_job_that_writes_much_is_cut_short():
     assert len(json.dumps(told)) < 150_000
 
 
+def test_what_became_of_checkpoints_is_told():
+    folded = overview_of(
+        [
+            ev.SaveRejected(t=1.0, step=1, tier="disk", why="NaN"),
+            ev.CheckpointDeleted(t=2.0, step=1, tier="disk"),
+            ev.Drilled(t=3.0, ok=True, step=7, tier="disk"),
+            ev.Drilled(t=4.0, ok=False, step=8, tier="disk", problem="digest"),
+            ev.RolledBack(t=5.0, to_step=7, source="guard", why="spikes"),
+        ]
+    )
+    told = folded.document(status.document(picture.Picture(), t=6.0))
+    disk = told["checkpoints"]["disk"]
+    assert (disk["rejected"], disk["deleted"], disk["error"]) == (1, 1, "NaN")
+    assert (told["drills"]["passed"], told["drills"]["failed"]) == (1, 1)
+    assert told["drills"]["newest"]["problem"] == "digest"
+    assert [(row["to_step"], row["why"]) for row in told["rollbacks"]] == [(7, "spikes")]
+
+
 def test_a_thinned_series_keeps_its_ends():
     series = Series()
     for i in range(10_000):

@@ -93,21 +93,28 @@
   }
   const LADDER = [1e-3, 1e-2, 0.1, 1, 10, 60, 600, 3600, 36000, 86400, 864000, 31557600, 315576000, 3155760000];
   const RUNGS = ["1 ms", "10 ms", "100 ms", "1 s", "10 s", "1 min", "10 min", "1 h", "10 h", "1 d", "10 d", "1 year", "10 years", "100 years"];
-  const durations = () => ({ type: "log", tickvals: LADDER, ticktext: RUNGS });
+  const FINE = [1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000, 86400, 172800, 432000, 864000];
+  function durations(values) {
+    const seen = values.filter((value) => value > 0);
+    if (seen.length && Math.max(...seen) < 200 * Math.min(...seen)) return { type: "log", tickvals: FINE, ticktext: FINE.map((rung) => seconds(rung).replace("120 s", "2 min").replace("120 min", "2 h").replace(/^60 s$/, "1 min").replace(/^60 min$/, "1 h")) };
+    return { type: "log", tickvals: LADDER, ticktext: RUNGS };
+  }
+  const narrow = () => window.innerWidth < 600;
   function draw(id, label, traces, layout) {
     const target = $(id);
     target.setAttribute("aria-label", label);
     if (!window.Plotly) { target.hidden = true; return; }
     target.hidden = !traces.length;
     if (target.hidden) return;
+    const titled = (given) => (given && given.title ? { ...given, title: { ...given.title, font: { size: 12, color: color("--soft") }, standoff: 6 } } : given);
     const axis = { gridcolor: color("--grid"), linecolor: color("--line"), zerolinecolor: color("--line"), automargin: true, fixedrange: true };
     Plotly.react(target, traces, {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, -apple-system, Segoe UI, Roboto, DejaVu Sans, sans-serif", color: color("--ink"), size: 13 },
       margin: { l: 8, r: 12, t: 10, b: 8 }, dragmode: false, hovermode: "closest",
-      legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", traceorder: "normal" },
+      legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: narrow() ? 11 : 13 } },
       hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--ink") } },
-      ...layout, xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
+      ...layout, xaxis: { ...axis, ...titled(layout.xaxis) }, yaxis: { ...axis, ...titled(layout.yaxis) },
     }, { displayModeBar: false, responsive: true, scrollZoom: false });
   }
 
@@ -131,9 +138,10 @@
     }
     const hit = line.start_s.map((_, i) => i).filter((i) => line.failures[i] + line.planned[i] > 0);
     if (hit.length) {
+      const most = Math.max(...hit.map((i) => line.failures[i] + line.planned[i]));
       traces.push({
         type: "scatter", mode: "markers", name: "interruptions", x: hit.map((i) => middle[i]), y: hit.map(() => 104),
-        marker: { symbol: "diamond", size: hit.map((i) => Math.min(14, 6 + line.failures[i] + line.planned[i])), color: color("--ink") },
+        marker: { symbol: "diamond", size: hit.length > 60 ? 6 : 9, opacity: hit.map((i) => (0.2 + (0.8 * (line.failures[i] + line.planned[i])) / most)), color: color("--ink") },
         text: hit.map((i) => `${line.failures[i]} failures, ${line.planned[i]} planned`), hovertemplate: "%{text}<extra></extra>",
       });
     }
@@ -156,10 +164,10 @@
     const deviceTotal = Object.values(doc.device_seconds_by_phase).reduce((sum, value) => sum + value, 0);
     const part = (phase) => (deviceTotal > 0 ? share(doc.device_seconds_by_phase[phase] / deviceTotal) : "-");
     const cells = rows.map(([phase, spent]) => [
-      swatched(words(phase), tints[phase]), seconds(spent), share(spent / doc.wall_s), part(phase), bar(spent / doc.wall_s, tints[phase]),
+      swatched(words(phase), tints[phase]), share(spent / doc.wall_s), seconds(spent), part(phase), bar(spent / doc.wall_s, tints[phase]),
     ]);
-    if (doc.degraded > 0) cells.push([swatched("degraded: devices missing", "--line"), "-", "-", part("degraded"), bar(0, "--line")]);
-    table("phases", ["phase", "time", "of wall-clock", "of device time", ""], cells, "The run has not begun.");
+    if (doc.degraded > 0) cells.push([swatched("degraded: devices missing", "--line"), "-", "-", part("degraded"), bar(doc.degraded, "--line")]);
+    table("phases", ["phase", "share", "time", "of device time", ""], cells, "The run has not begun.");
   }
 
   function waste(doc) {
@@ -178,12 +186,7 @@
       barmode: "stack", bargap: 0.35, xaxis: { ticksuffix: " %", rangemode: "tozero" }, yaxis: { showgrid: false },
     });
     const audit = doc.status.audit;
-    $("audit").textContent = audit ? auditWords(audit) : "";
-  }
-  function auditWords(audit) {
-    if (typeof audit === "string") return audit;
-    const advice = audit.advice ?? audit.verdict ?? audit.detail ?? audit.text;
-    return advice ? `Audit: ${advice}` : "";
+    $("audit").textContent = audit ? `Audit: ${seconds(audit.saving_s)} of saving, ${seconds(audit.rework_s)} of rework: ${audit.advice}.` : "";
   }
 
   function curve(doc) {
@@ -205,7 +208,7 @@
     draw("curve", `Least waste ${share(least)}; ${marks.map(([name, at]) => `${name} ${seconds(at)}`).join(", ")}`, [
       line("W(T)", told.waste.total, "--productive"), line("save", told.waste.save, "--checkpoint_stall", "dash"),
       line("rework", told.waste.rework, "--wasted_progress", "dash"), line("restart", told.waste.restart, "--restart", "dash"), ...uprights,
-    ], { xaxis: { ...durations(), title: { text: "interval T" } }, yaxis: { range: [0, 100 * top], ticksuffix: " %" } });
+    ], { xaxis: { ...durations(told.interval_s), title: { text: "interval T" } }, yaxis: { range: [0, 100 * top], ticksuffix: " %" } });
   }
 
   function whatif(doc) {
@@ -233,8 +236,8 @@
   }
 
   function checkpoints(doc) {
-    table("tiers", ["tier", "committed", "failed", "rejected", "newest", "size", "C", "U"], Object.entries(doc.checkpoints).map(([name, tier]) => [
-      name, number(tier.committed + (tier.copied || 0)), number(tier.failed + (tier.copy_failed || 0)), number(tier.rejected),
+    table("tiers", ["tier", "committed", "failed", "rejected", "deleted", "newest", "size", "C", "U"], Object.entries(doc.checkpoints).map(([name, tier]) => [
+      name, number(tier.committed + tier.copied), number(tier.failed + tier.copy_failed), number(tier.rejected), number(tier.deleted),
       tier.newest ? `step ${tier.newest.step}` : "-", tier.newest ? bytes(tier.newest.bytes) : "-", seconds(tier.stall_s), seconds(tier.upload_s),
     ]), "No checkpoint has been committed.");
     const axis = axisOfTime(doc.wall_s);
@@ -250,8 +253,18 @@
       traces.push(trace("U", columns.upload_mean_s, `--p${(2 * i + 2) % 7 + 1}`, "lines+markers", "square"));
     });
     draw("saves", "Stall C and time to commit U of saves along the run, means", traces, {
-      xaxis: { title: { text: axis.title } }, yaxis: durations(),
+      xaxis: { title: { text: axis.title }, range: [0, doc.wall_s / axis.size] }, yaxis: durations(traces.flatMap((trace) => trace.y)),
     });
+    const status = doc.status;
+    const { newest, passed, failed } = doc.drills;
+    const lines = [
+      ...(status.tiers || []).filter((tier) => tier.failing).map((tier) => [`tier ${tier.name} is failing: ${tier.error}`, "error"]),
+      ...Object.entries(doc.checkpoints).filter(([, tier]) => tier.error).map(([name, tier]) => [`the last save that failed on ${name}: ${tier.error}`, "warning"]),
+      ...(newest ? [[`restore drills: ${passed} passed, ${failed} failed; the newest ${newest.ok ? "passed" : `FAILED: ${newest.problem}`} (step ${newest.step ?? "-"}, ${when(newest.at)})`, newest.ok ? "info" : "error"]] : []),
+      ...(status.pins || []).slice(0, 20).map((pin) => [`pinned: step ${number(pin.step)}${pin.label ? ` (${pin.label})` : ""}`, "info"]),
+      ...doc.rollbacks.map((row) => [`${when(row.at)} rolled back to step ${number(row.to_step)} by ${row.source}: ${row.why}`, "warning"]),
+    ];
+    fill($("kept"), lines.map(([text, level]) => element("li", plain(text), { class: level })));
   }
 
   function measured(doc) {
@@ -269,7 +282,7 @@
     draw("measured", `M ${seconds(end.mtbf_s)}, interval ${seconds(end.interval_s)}, R ${seconds(end.restart_s)}, C ${seconds(end.stall_s)}`, [
       line("high", "mtbf_high_s", "--wait", edge), line("M, 90 %", "mtbf_low_s", "--wait", { ...edge, fill: "tonexty", fillcolor: faint("--wait"), showlegend: true }),
       line("M", "mtbf_s", "--wait"), line("interval T", "interval_s", "--productive"), line("R", "restart_s", "--restart"), line("C", "stall_s", "--checkpoint_stall"),
-    ], { xaxis: { title: { text: axis.title } }, yaxis: durations() });
+    ], { xaxis: { title: { text: axis.title }, range: [0, doc.wall_s / axis.size] }, yaxis: durations(points.flatMap((row) => [row.mtbf_low_s, row.mtbf_high_s, row.interval_s, row.restart_s, row.stall_s])) });
   }
 
   function interruptions(doc) {
