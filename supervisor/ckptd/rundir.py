@@ -362,6 +362,11 @@ def find_run(arg: str | None) -> RunDir:
     raise RunNotFound(f"{arg!r} is no run directory, no job.yaml, and no name of a run in {root}; {known}")
 
 
+def run_names() -> list[str]:
+    """The names of all runs that live where runs live by default."""
+    return _names(runs_root())
+
+
 def _run_of_job(path: Path) -> RunDir:
     from ckptd import jobspec  # not at the top: it takes a while to import, and imports this module
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from typing import Final
 
 import crc32c as _crc32c
@@ -24,8 +25,11 @@ def crc32c_bytes(data: bytes | bytearray | memoryview) -> str:
     return f"{_crc32c.crc32c(data):08x}"
 
 
-def crc32c_file(path: str | os.PathLike[str]) -> tuple[int, str]:
-    """(size in bytes, CRC-32C in eight hex digits) of a file. Raises OSError."""
+def crc32c_file(path: str | os.PathLike[str], progress: Callable[[int], object] | None = None) -> tuple[int, str]:
+    """(size in bytes, CRC-32C in eight hex digits) of a file. Raises OSError.
+
+    `progress` is called with the bytes of each block that was read.
+    """
     buffer = bytearray(_BLOCK)
     view = memoryview(buffer)
     crc = size = 0
@@ -33,6 +37,8 @@ def crc32c_file(path: str | os.PathLike[str]) -> tuple[int, str]:
         while count := file.readinto(buffer):
             crc = _crc32c.crc32c(view[:count], crc)
             size += count
+            if progress is not None:
+                progress(count)
     return size, f"{crc:08x}"
 
 
@@ -87,8 +93,14 @@ def check_sizes(path: str | os.PathLike[str], marker: Marker) -> None:
             raise CheckpointError(f"{name} has {found.st_size} bytes, {listed.size} were committed")
 
 
-def verify_checkpoint(path: str | os.PathLike[str], expected_marker_crc32c: str | None = None) -> Marker:
+def verify_checkpoint(
+    path: str | os.PathLike[str],
+    expected_marker_crc32c: str | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> Marker:
     """Read every byte of a committed checkpoint and compare it with its marker, which is returned.
+
+    `progress` is called with the bytes of each block that was read.
 
     Raises:
         CheckpointError: says which file is wrong, and how: missing, size, digest, or a marker that cannot be read.
@@ -98,7 +110,7 @@ def verify_checkpoint(path: str | os.PathLike[str], expected_marker_crc32c: str 
     for listed in marker.files:
         name = os.path.join(path, listed.name)
         try:
-            _, actual = crc32c_file(name)
+            _, actual = crc32c_file(name, progress)
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
         if actual != listed.crc32c:

@@ -14,6 +14,7 @@ import traceback
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.shell_completion import CompletionItem
 
 from ckptd import __version__
 from ckptd.errors import CkptdError, ExitStatus, JobSpecError
@@ -40,6 +41,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "undrain": ("ckptd.cli._ask:undrain", "Give a device or a node back."),
     "plan": ("ckptd.cli._plan:plan", "Work out how often a job should save, and what that costs."),
     "import": ("ckptd.cli._import:import_log", "Read a log of interruptions: a CSV, or the output of sacct -P."),
+    "doctor": ("ckptd.cli._doctor:doctor", "Look for what will go wrong, on this machine and with a job."),
+    "completion": ("ckptd.cli._completion:completion", "Print what completes commands in a shell."),
     "validate": ("ckptd.cli._validate:validate", "Check a job.yaml without starting anything."),
 }
 """Name of each command: where it is (`module:attribute`), and a line for `ckptd --help`, which imports none of them."""
@@ -62,6 +65,13 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """As click does it, without importing every command for the line that describes it."""
+        fitting = [
+            CompletionItem(name, help=line) for name, (_, line) in COMMANDS.items() if name.startswith(incomplete)
+        ]
+        return fitting + click.Command.shell_complete(self, ctx, incomplete)
 
     # click would make a plain 1 of a broken pipe, which means that training failed.
 

@@ -7,13 +7,20 @@ import time
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from ckptd.cli import _text
 from ckptd.errors import DaemonUnreachable, ExitStatus, UsageError
 from ckptd.link import ask_daemon
-from ckptd.rundir import RunDir, find_run
+from ckptd.rundir import RunDir, find_run, run_names
 
-run_argument = click.argument("run", required=False)
+
+def _complete_run(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    names = [CompletionItem(name) for name in run_names() if name.startswith(incomplete)]
+    return names or [CompletionItem(incomplete, type="file")]  # a job.yaml, or a run directory
+
+
+run_argument = click.argument("run", required=False, shell_complete=_complete_run)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 

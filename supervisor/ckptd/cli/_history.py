@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from ckptd import jobspec, orders
-from ckptd.cli import _text
+from ckptd.cli import _progress, _text
 from ckptd.cli._ask import json_option, run_argument
 from ckptd.core import events as ev
 from ckptd.core import picture
@@ -83,7 +84,9 @@ def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
             print(f"ckptd: tier {tier['name']!r} cannot be read: {error}", file=sys.stderr)
             unreadable = True
     found.sort(key=lambda f: (f.sequence, f.step), reverse=True)
-    rows = [_row(item, state, verify=verify) for item in found]
+    committed = sum(_bytes(item) or 0 for item in found) if verify else 0
+    with _progress.bar(committed, "verifying") as advance:
+        rows = [_row(item, state, verify=verify, advance=advance) for item in found]
     bad = [row for row in rows if row["state"] == "damaged"]
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -100,7 +103,11 @@ def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
     return ExitStatus.FAILED if unreadable or (verify and bad) else ExitStatus.FINISHED
 
 
-def _row(found: tiers.Found, run: RunState, *, verify: bool) -> dict[str, Any]:
+def _bytes(found: tiers.Found) -> int | None:
+    return None if found.marker is None else sum(file.size for file in found.marker.files)
+
+
+def _row(found: tiers.Found, run: RunState, *, verify: bool, advance: Callable[[int], None]) -> dict[str, Any]:
     marker = found.marker
     pin = run.keeping.pins.get(name_of(found.path))
     suspect = marker is not None and marker.run_id == run.policy.run_id and run.keeping.suspect(found.sequence)
@@ -109,7 +116,7 @@ def _row(found: tiers.Found, run: RunState, *, verify: bool) -> dict[str, Any]:
         state = "damaged"
     elif verify and marker is not None:
         try:
-            verify_checkpoint(found.path, found.marker_crc32c)
+            verify_checkpoint(found.path, found.marker_crc32c, progress=advance)
             state = "verified"
         except (CheckpointError, OSError) as error:
             state, problem = "damaged", str(error)
@@ -126,7 +133,7 @@ def _row(found: tiers.Found, run: RunState, *, verify: bool) -> dict[str, Any]:
         "label": pin.label if pin is not None else "",
         "sequence": marker.sequence if marker else None,
         "created": marker.created if marker else None,
-        "bytes": sum(f.size for f in marker.files) if marker else None,
+        "bytes": _bytes(found),
         "samples_seen": marker.samples_seen if marker else None,
         "loss": marker.loss if marker else None,
         "world_size": marker.world_size if marker else None,

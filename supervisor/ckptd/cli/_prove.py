@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from ckptd import jobspec
+from ckptd.cli import _progress
 from ckptd.cli._ask import json_option
 from ckptd.drills import curves
 from ckptd.drills.prove import Proof, Prover
@@ -50,11 +51,20 @@ def prove(  # noqa: PLR0917  click passes by name
 
 
 def _prove(spec: jobspec.JobSpec, scratch: str, steps: int, worlds: str | None, *, kill: bool) -> Proof:
+    clear = "\r\x1b[K" if sys.stderr.isatty() else ""  # the bar, which is drawn again below
+
     def say(text: str) -> None:
-        print(f"{spec.name}: {text}", file=sys.stderr, flush=True)
+        print(f"{clear}{spec.name}: {text}", file=sys.stderr, flush=True)
 
     path = Path(os.path.abspath(scratch))
-    return Prover(spec, scratch=path, steps=steps, worlds=_worlds(worlds), kill=kill, say=say).prove()
+    prover = Prover(spec, scratch=path, steps=steps, worlds=_worlds(worlds), kill=kill, say=say)
+    with _progress.watched(4 * steps, "steps", lambda: _steps_traced(path)):
+        return prover.prove()
+
+
+def _steps_traced(scratch: Path) -> int:
+    """Steps that all legs together have taken so far."""
+    return sum(trace.read_bytes().count(b'"kind": "step"') for trace in scratch.glob("*/trace*.jsonl"))
 
 
 def _worlds(text: str | None) -> tuple[int, int] | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from ckptd.core import events
 
@@ -26,6 +27,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def printable(text: str) -> str:
     """What a job says, fit for a terminal: codes that colour it are left out, and what else would steer it is escaped."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], _TERMINAL_CODES.sub("", text))
+
+
+def coloured(stream: TextIO) -> bool:
+    """Whether to colour what goes there: to a terminal, unless NO_COLOR (no-color.org) is set to anything."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def size(value: float) -> str:
