@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -43,8 +44,13 @@ class Runner:
         self.pids: set[int] = set()
         self.restarts: list[float] = []
         self.hung = 0
+        self.warmth = float("nan")
         self.arguments = ["--trace", str(self.trace), "--megabytes", str(options.megabytes)]
         self.arguments += ["--deaf"] if options.deaf else []
+
+    @property
+    def kills(self) -> int:
+        return len(self.restarts) + self.hung
 
     def command(self) -> list[str]:
         raise NotImplementedError
@@ -180,19 +186,28 @@ class ColdCkptd(Ckptd):
 
 
 def memory_of_warmth(runner: Runner) -> float:
-    """Memory of the forkserver that nobody shares (proportional set size), MiB."""
-    agents = {pid for pid in runner.children() if b"ckptd.node" in Path(f"/proc/{pid}/cmdline").read_bytes()}
-    workers = {pid for _, pid, _, _ in runner.lines()}
-    for entry in os.listdir("/proc"):
-        if not entry.isdecimal() or int(entry) in workers:
-            continue
-        with contextlib.suppress(OSError):
-            place = Path("/proc") / entry
-            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent in agents and b"ckptd_shim.forkserver" in (place / "cmdline").read_bytes():
-                rollup = (place / "smaps_rollup").read_text().splitlines()
+    """Memory of the forkserver that nobody shares (proportional set size), MiB; NaN where there is none."""
+    parents = {pid: _parent(pid) for pid in runner.children()}
+    agents = {pid for pid in parents if b"ckptd.node" in _command(pid)}
+    for pid, parent in parents.items():
+        # It carries its code on the command line; the workers that are forked from it have another parent by then.
+        if parent in agents and b"ckptd_shim" in _command(pid) and pid not in runner.pids:
+            with contextlib.suppress(OSError):
+                rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
                 return sum(int(line.split()[1]) for line in rollup if line.startswith("Pss:")) / 1024
     return float("nan")
+
+
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 def main() -> None:
@@ -200,6 +215,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50, help="of ckptd")
     parser.add_argument("--peer-kills", type=int, default=None, help="of each other runner (default: as many)")
     parser.add_argument("--megabytes", type=float, default=0.1)
+    parser.add_argument("--turn", type=int, default=5, help="kills before it is the next one's turn")
     parser.add_argument("--patience", type=float, default=60.0)
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--only", nargs="*", default=["ckptd", "torchrun, fair", "torchrun"])
@@ -215,17 +231,21 @@ def main() -> None:
         ]
         try:
             # One at a time, so that they do not take each other's cores; in turns, so that the machine's moods are shared.
-            for runner in runners:
-                wanted = options.kills if runner.name == "ckptd" else peers
-                if not wanted:
-                    continue
-                runner.start()
-                for number in range(wanted):
-                    runner.kill_once()
-                    print(f"\r{runner.name}: {number + 1}/{wanted}", end="", file=sys.stderr, flush=True)
-                warmth = memory_of_warmth(runner)
-                runner.stop()
-                print(f"\r{runner.name}: done, forkserver {warmth:.0f} MiB", file=sys.stderr)
+            wanted = {runner.name: options.kills if runner.name == "ckptd" else peers for runner in runners}
+            while due := [each for each in runners if each.kills < wanted[each.name]]:
+                for runner in due:
+                    runner.start()
+                    for _ in range(min(options.turn, wanted[runner.name] - runner.kills)):
+                        runner.kill_once()
+                        print(
+                            f"\r{runner.name}: {runner.kills}/{wanted[runner.name]}  ",
+                            end="",
+                            file=sys.stderr,
+                            flush=True,
+                        )
+                    runner.warmth = memory_of_warmth(runner)
+                    runner.stop()
+                    runner.process = None
         finally:
             for runner in runners:
                 if runner.process is not None:
@@ -241,6 +261,7 @@ def table(runners: list[Runner]) -> None:
             rows[runner.name] = {
                 "restarts": len(r), "hung": runner.hung, "first_s": runner.restarts[0], "median_s": statistics.median(r),
                 "min_s": r[0], "max_s": r[-1],
+                "forkserver_mib": None if math.isnan(runner.warmth) else round(runner.warmth),
             }  # fmt: skip
     fair = rows.get("torchrun, fair", {}).get("median_s")
     print(
@@ -251,6 +272,7 @@ def table(runners: list[Runner]) -> None:
         print(
             f"{name:16} {row['restarts']:8} {row['hung']:5} {row['first_s']:7.2f}s {row['median_s']:7.2f}s "
             f"{row['min_s']:7.2f}s {row['max_s']:7.2f}s {ratio:>17}"
+            + (f"  forkserver {row['forkserver_mib']} MiB" if row["forkserver_mib"] is not None else "")
         )
     print(json.dumps(rows))
 

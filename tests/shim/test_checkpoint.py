@@ -522,3 +522,37 @@ def test_a_mismatch_on_one_rank_stops_every_rank_before_anything_is_touched(tmp_
     assert first[:2] == ["CheckpointError", True]
     assert "rank 1 cannot resume" in first[2]
     assert second[:2] == ["CheckpointMismatch", True]
+
+
+class Average:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def replicated(rank, world, where, alike):
+    ranks = Ranks(dist.new_group(backend="gloo"))
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 4)
+    dist.broadcast(model.weight.data, 0)
+    mine = torch.full((50_000,), 0.5 if alike else float(rank))
+    path = save(where, TrainState(model=model, extra={"ema": Average(mine)}, rank=rank), ranks=ranks)
+    other = Average(torch.zeros(50_000))
+    load(path, TrainState(model=model, extra={"ema": other}, rank=rank), ranks=ranks)
+    wanted = torch.full((50_000,), 0.5 if alike else float(rank))
+    return {"path": path, "kept": torch.equal(other.value, wanted)}
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_what_all_ranks_have_alike_is_written_once_and_what_they_have_not_by_each(tmp_path, alike):
+    results = on_ranks(2, "replicated", where=os.fspath(tmp_path), alike=alike)
+    assert [each["kept"] for each in results] == [True, True]
+    sizes = [os.path.getsize(os.path.join(results[0]["path"], f"extras_rank{rank}")) for rank in range(2)]
+    assert sizes[0] > 200_000
+    assert (sizes[1] < 100_000) == alike
+    verify_checkpoint(results[0]["path"])

@@ -9,6 +9,7 @@ tell, not a reason to leave.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import queue
 import threading
@@ -20,6 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptd_shim import background, contract, guard
+from ckptd_shim.adopting import adopt
 from ckptd_shim.contract import FileDigest, Guard, Marker, Report
 from ckptd_shim.digest import crc32c_bytes
 from ckptd_shim.extras import Packer
@@ -74,7 +76,9 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class Job:
+    """One save, from the copy to the commit."""
+
     position: Position
     path: str
     begun: float
@@ -91,6 +95,8 @@ class _Job:
     packed: Packed
     parameters: Mapping[str, str]
     loss_problem: str | None
+    source: str | None = None
+    """Where a framework has written the files of this checkpoint itself; None: nobody has."""
 
 
 class Saver:
@@ -167,11 +173,39 @@ class Saver:
             TypeError: the state holds something that a checkpoint cannot.
         """
         begun = time.monotonic()
+        job = self.hold(
+            capture, position=position, loss=loss, loss_problem=loss_problem, validation=validation, usual=usual
+        )
+        self._begin(job)
+        return time.monotonic() - begun
+
+    def adopt(self, job: Job, source: str) -> None:
+        """Have the files in the directory `source` committed as the checkpoint that `job` was held for.
+
+        The stall is the time since then: training stood still while the framework wrote.
+        """
+        self._begin(dataclasses.replace(job, source=source, stall_s=time.monotonic() - job.begun))
+
+    def hold(
+        self,
+        capture: Callable[[], Snapshot],
+        *,
+        position: Position,
+        loss: float | None,
+        loss_problem: str | None = None,
+        validation: tuple[int, float] | None = None,
+        usual: tuple[float, float] | None = None,
+    ) -> Job:
+        """The first half of a save: what would be written, copied. `adopt` has it committed beside a framework's own files.
+
+        Arguments and errors are those of `save`.
+        """
+        begun = time.monotonic()
         self.wait()
         slowdown_s = self.slowdown.take()
         snapshot = capture()
         staged, tree, copying = self._stager.stage(snapshot, late=self._late)
-        job = _Job(
+        job = Job(
             position=position,
             path=os.path.join(self.target.save_dir, contract.checkpoint_dirname(position.step, self.target.attempt)),
             begun=begun,
@@ -189,11 +223,13 @@ class Saver:
             loss_problem=loss_problem,
         )
         self._copying = copying
+        return job
+
+    def _begin(self, job: Job) -> None:
         self.slowdown.begin()
         self._submit(lambda: self._carry_out(job))
         if self._ranks.rank == 0:
-            self._report.write(Report.SAVE_STAGED, step=position.step, stall_s=job.stall_s)
-        return time.monotonic() - begun
+            self._report.write(Report.SAVE_STAGED, step=job.position.step, stall_s=job.stall_s)
 
     def release(self) -> float:
         """Let the state be changed: what is not copied yet is copied now. Returns the seconds that it took."""
@@ -251,9 +287,9 @@ class Saver:
             self.slowdown.over(time.monotonic())
             self._idle.set()
 
-    def _carry_out(self, job: _Job) -> None:
+    def _carry_out(self, job: Job) -> None:
         try:
-            self._finish(job, *self._attempt(job))
+            self._finish(job, *(self._attempt(job) if job.source is None else self._adopt(job, job.source)))
         except Exception as error:
             if self.outcome is not None and self.outcome.committed and self.outcome.path == job.path:
                 return  # all was written and told: a rank died before it could hear of it
@@ -262,7 +298,7 @@ class Saver:
                 job, {"error": f"the ranks lost each other: {error}", "errno": None}, stall_s=job.stall_s, left=True
             )
 
-    def _attempt(self, job: _Job) -> tuple[list[dict[str, Any]], Metadata | None, Problem | Rejection | None]:
+    def _attempt(self, job: Job) -> tuple[list[dict[str, Any]], Metadata | None, Problem | Rejection | None]:
         """Write, unless the guard refuses the state.
 
         Returns (what every rank says of its files, what was planned, the first problem of any rank).
@@ -290,10 +326,7 @@ class Saver:
             problem = problem_of(error)
         if self._ranks.rank == 0:
             try:
-                os.makedirs(self.target.save_dir, exist_ok=True)
-                os.mkdir(job.path)
-                with open(os.path.join(job.path, contract.OWNER), "x", encoding="utf-8") as file:
-                    file.write(self.target.run_id)
+                self._make_directory(job)
             except OSError as error:
                 problem = problem_of(error)
         told = self._ranks.exchange({"problem": problem, "stall_s": stall_s, "slowdown_s": job.slowdown_s, **mine})
@@ -322,6 +355,39 @@ class Saver:
         told = self._ranks.exchange({"problem": problem, "files": [dataclasses.asdict(each) for each in files]})
         return [each | price for each, price in zip(told, prices, strict=True)], metadata, first_problem(told)
 
+    def _adopt(self, job: Job, source: str) -> tuple[list[dict[str, Any]], Metadata | None, Problem | Rejection | None]:
+        """The same for files that are there already: rank 0 takes them over, every rank adds its extras."""
+        problem: Problem | None = None
+        if self._ranks.rank == 0:
+            try:
+                self._make_directory(job)
+            except OSError as error:
+                problem = problem_of(error)
+        price = {"stall_s": job.stall_s, "slowdown_s": job.slowdown_s}
+        told = self._ranks.exchange({
+            "problem": problem, "unfit": job.loss_problem, "squares": 0.0, "shared": job.packed.shared_crc32c(), **price
+        })  # fmt: skip
+        prices = [{key: each[key] for key in price} for each in told]
+        unfit = first_problem(told) or guard.verdict(Guard(), told)
+        if unfit is not None:
+            return [{**each, "files": []} for each in prices], None, unfit
+        files: list[FileDigest] = []
+        try:
+            if self._ranks.rank == 0:
+                files = self._gently(functools.partial(adopt, source, job.path, durable=self.target.durable))
+            files.append(self._write_extras(job, alike=len({each["shared"] for each in told}) == 1))
+        except Exception as error:
+            problem = problem_of(error)
+        told = self._ranks.exchange({"problem": problem, "files": [dataclasses.asdict(each) for each in files]})
+        return [each | price for each, price in zip(told, prices, strict=True)], None, first_problem(told)
+
+    def _make_directory(self, job: Job) -> None:
+        os.makedirs(self.target.save_dir, exist_ok=True)
+        if job.source is None or not os.path.isdir(job.path):
+            os.mkdir(job.path)
+        with open(os.path.join(job.path, contract.OWNER), "x", encoding="utf-8") as file:
+            file.write(self.target.run_id)
+
     def _copied(self, copying: Copying) -> Problem | None:
         """See the copy through to its end; the problem if it is not one of the state at the save."""
         changed = copying.result(self._gently)
@@ -334,7 +400,7 @@ class Saver:
         )
         return {"error": text, "errno": None}
 
-    def _write_extras(self, job: _Job, *, alike: bool) -> FileDigest:
+    def _write_extras(self, job: Job, *, alike: bool) -> FileDigest:
         """This rank's own, with what all ranks have alike written once: an average of the weights is as large as they are."""
         rank = self._ranks.rank
         path = os.path.join(job.path, contract.extras_name(rank))
@@ -346,7 +412,7 @@ class Saver:
 
     def _finish(
         self,
-        job: _Job,
+        job: Job,
         told: list[dict[str, Any]],
         metadata: Metadata | None,
         problem: Problem | Rejection | None,
@@ -378,7 +444,7 @@ class Saver:
         if self._ranks.rank != 0:
             self._committed(job, stall_s=stall_s, facts=facts)
 
-    def _committed(self, job: _Job, *, stall_s: float, facts: dict[str, Any]) -> None:
+    def _committed(self, job: Job, *, stall_s: float, facts: dict[str, Any]) -> None:
         self.sequence += 1
         self.committed_step = job.position.step
         with self._pinning:
@@ -400,11 +466,12 @@ class Saver:
         for label in pins:
             self._report_pin(job.position.step, job.path, label)
 
-    def _commit(self, job: _Job, told: list[dict[str, Any]], metadata: Metadata | None) -> dict[str, Any]:
+    def _commit(self, job: Job, told: list[dict[str, Any]], metadata: Metadata | None) -> dict[str, Any]:
         """Rank 0: check that all is there, then write `COMMITTED`."""
         files = [FileDigest(**each) for one in told for each in one["files"]]
-        assert metadata is not None
-        check_plan(metadata, {each.name: each.size for each in files})
+        if job.source is None:
+            assert metadata is not None
+            check_plan(metadata, {each.name: each.size for each in files})
         position = job.position
         marker = Marker(
             format=contract.FORMAT,
@@ -437,7 +504,7 @@ class Saver:
         total = sum(each.size for each in files)
         return {"sequence": marker.sequence, "marker_crc32c": crc, "bytes": total, "upload_s": upload_s}
 
-    def _reject(self, job: _Job, found: Rejection, *, stall_s: float) -> None:
+    def _reject(self, job: Job, found: Rejection, *, stall_s: float) -> None:
         """Every rank knows the verdict already: there is nothing left to agree on."""
         if self._ranks.rank == 0:
             remove_partial(job.path)
@@ -453,7 +520,7 @@ class Saver:
                 rank=found.rank,
             )
 
-    def _fail(self, job: _Job, problem: Problem, *, stall_s: float, left: bool) -> None:
+    def _fail(self, job: Job, problem: Problem, *, stall_s: float, left: bool) -> None:
         self.outcome = Outcome(step=job.position.step, path=job.path, committed=False, **problem)
         if self._ranks.rank == 0:
             self._report.write(

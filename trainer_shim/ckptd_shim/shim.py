@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from ckptd_shim import contract, loading
-from ckptd_shim.checkpoint import Saver, Target
+from ckptd_shim.adopting import check_source
+from ckptd_shim.checkpoint import Job, Saver, Target
 from ckptd_shim.contract import DrillResult, Guard, LaunchContext, Phase, Report
 from ckptd_shim.errors import CheckpointError, SetupError, StateRejected
 from ckptd_shim.extras import dump
@@ -132,6 +133,8 @@ class TrainerShim:
         self._first_step: int | None = None
         self._step_s: float | None = None
         self._last_beat = 0.0
+        self._foreign = self._stop_held = False
+        self._held: Job | None = None  # what belongs to a checkpoint that a framework is writing
         self._waited_s = 0.0  # for a copy, in the present step
         self._loss = LastLoss()
         self._loss_watch = LossWatch(self._guard)
@@ -322,6 +325,64 @@ class TrainerShim:
             return self.stopping
         return self._agree(step, loss)
 
+    def should_save(self, loss: float | torch.Tensor | None = None, *, samples: int | None = None) -> bool:
+        """`step` for a framework that writes its own checkpoints. True, on every rank: write one of this step, then `committed`.
+
+        The shim is made without model and optimizer; random numbers, schedulers, `extra` and the position in the data are kept
+        as they are now. `stopping` is True once the save of a run that is asked to stop is committed.
+
+        Raises:
+            RuntimeError: the shim was given a model or an optimizer, which it would have to save itself.
+        """
+        if self._state.models or self._state.optimizers:
+            raise RuntimeError(
+                "should_save() is for frameworks that write model and optimizer themselves: make TrainerShim without model= "
+                "and optimizer=, or call step()"
+            )
+        self._foreign = True
+        held = self._held
+        self.step(loss, samples=samples)
+        return self._held is not held
+
+    @property
+    def save_path(self) -> str | None:
+        """Directory that this step's checkpoint will be; a framework may write into it. None: nothing is saved."""
+        if self._saver is None:
+            return None
+        target = self._saver.target
+        return os.path.join(target.save_dir, contract.checkpoint_dirname(self.global_step, target.attempt))
+
+    def committed(self, path: str | os.PathLike[str]) -> None:
+        """Say that all ranks have written their files into the directory `path`: a checkpoint of the run from here on.
+
+        A collective; rank 0's path counts. Its files, which have to be plain ones, are linked into the run's own directory, or
+        copied from another file system, and must not be changed in place any more. They are digested in the background. Without
+        a `should_save` that was True before, the state is taken to be that of the present step.
+
+        Raises:
+            CheckpointError: there is nothing there that could be committed; on every rank.
+        """
+        if self._saver is None:
+            return
+        self._foreign = True
+        source, problem = os.path.abspath(path), None
+        if self.rank == 0:
+            try:
+                check_source(source)
+            except CheckpointError as error:
+                problem = str(error)
+        told = self._agreement.exchange({"source": source, "problem": problem})[0]
+        if told["problem"] is not None:
+            raise CheckpointError(told["problem"])
+        job, self._held = self._held or self._hold(self.global_step, None), None
+        if job is None:
+            return
+        self._saver.adopt(job, told["source"])
+        self._pulse.phase(Phase.STEP)
+        self._last_beat = time.monotonic()
+        if self._stop_held:
+            self._stop(self.global_step)
+
     def before_optimizer_step(self) -> None:
         """Wait until the state of the last save is copied. The optimizers given to the shim call it by themselves."""
         if self._saver is not None:
@@ -357,10 +418,15 @@ class TrainerShim:
         wants = self._sigterm is not None and self._sigterm.asked
         agreed = self._schedule.agree(step, step_s=self._step_s, want_stop=wants)
         if agreed.save:
-            self._save(step, loss)
+            if self._foreign:
+                self._held = self._hold(step, loss)
+            else:
+                self._save(step, loss)
             self._schedule.saved(step)
         self._loss_watch.note(self._loss.value)
-        if agreed.stop:
+        if agreed.stop and self._held is not None:
+            self._stop_held = True
+        elif agreed.stop:
             self._stop(step)
         self._last_beat = time.monotonic()
         return self.stopping
@@ -440,7 +506,11 @@ class TrainerShim:
         try:
             if self._saver is not None and self._resumed:
                 self._drain()
-                if self.global_step not in (self._saver.committed_step, self._resumed_step(), self._rejected_step()):
+                if not self._foreign and self.global_step not in (
+                    self._saver.committed_step,
+                    self._resumed_step(),
+                    self._rejected_step(),
+                ):
                     self._begun_step = None
                     self._save(self.global_step)
                     self._drain()
@@ -513,16 +583,29 @@ class TrainerShim:
             return
         self._begun_step = step
         self._pulse.phase(Phase.SAVE)
+        self._saver.save(self._capture, **self._circumstances(step, loss))
+        self._pulse.phase(Phase.STEP)
+
+    def _hold(self, step: int, loss: float | torch.Tensor | None) -> Job | None:
+        """What is to lie beside the files that a framework writes from now on, until `committed`."""
+        if self._saver is None or self.drill:
+            return None
+        self._pulse.phase(Phase.SAVE)
+        return self._saver.hold(self._capture, **self._circumstances(step, loss))
+
+    def _circumstances(self, step: int, loss: float | torch.Tensor | None) -> dict[str, Any]:
+        """What a save is told beside the state."""
         if loss is not None:
             # A save waits for the GPU anyway.
             self._loss.value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         known = loss is not None or self._loss_is_of(step)
-        problem = self._loss_watch.problem(self._loss.value) if known else None
-        self._saver.save(
-            self._capture, position=self._position(), loss=self._loss.finite, loss_problem=problem,
-            validation=self._validation, usual=self._loss_watch.usual(),
-        )  # fmt: skip
-        self._pulse.phase(Phase.STEP)
+        return {
+            "position": self._position(),
+            "loss": self._loss.finite,
+            "loss_problem": self._loss_watch.problem(self._loss.value) if known else None,
+            "validation": self._validation,
+            "usual": self._loss_watch.usual(),
+        }
 
     def _loss_is_of(self, step: int) -> bool:
         """Whether the loss that is known is that step's own. Floats come with every step, tensors are looked at now and then."""
