@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from ckptd.core import accounting, interval, keeping
+from ckptd.core import accounting, estimates, interval, keeping
+from ckptd.core.audit import audit
+from ckptd.core.estimates import Estimate
 from ckptd.core.picture import Picture
 from ckptd.core.run import LIVE, Status
 
@@ -64,8 +67,33 @@ def document(
             "restart_s": estimate.restart_s,
             "upload_s": estimate.upload_s,
             "step_s": step_s,
-            "waste": _waste(picture),
+            "waste": _waste(picture, estimate),
+            "mtbf_long_run_s": estimate.mtbf_long_run_s,
+            "memory": estimate.memory,
+            "failures_counted": estimate.failures,
+            "exposure_device_hours": estimate.exposure_device_s / 3600,
+            "failures_per_day_by_severity": {
+                name: rate * 86_400
+                for name, rate in estimates.rates_by_severity(
+                    picture.estimates, t=state.t, world_size=picture.world
+                ).items()
+            },
+            "restart_by_kind": {
+                kind: {"median_s": median, "count": count}
+                for kind, (median, count) in picture.estimates.costs.restart_by_kind().items()
+            },
+            "restart_by_phase": picture.estimates.costs.restart_by_phase(),
         },
+        "audit": dataclasses.asdict(
+            audit(
+                saving_s=account.seconds_by_phase["checkpoint_stall"]
+                + max(0.0, picture.estimates.costs.slowdown_total_s),
+                rework_s=account.seconds_by_phase["wasted_progress"],
+                failures=estimate.failures,
+                upload_s=estimate.upload_s,
+                decision=decision,
+            )
+        ),
         "failures": state.failures,
         "restarts": state.restarts,
         "attempts_without_progress": state.attempts_without_progress,
@@ -154,8 +182,8 @@ def _interval_steps(decision: interval.Decision | None, step_s: float | None) ->
     return decision.interval_steps or max(1, round(decision.interval_s / step_s))
 
 
-def _waste(picture: Picture) -> dict[str, float] | None:
-    estimate, decision = picture.estimate, picture.decision
+def _waste(picture: Picture, estimate: Estimate) -> dict[str, float] | None:
+    decision = picture.decision
     if decision is None or decision.interval_s is None or estimate.stall_s is None:
         return None
     expected = interval.waste(

@@ -40,6 +40,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "drain": ("ckptd.cli._ask:drain", "Take a device or a node out of use."),
     "undrain": ("ckptd.cli._ask:undrain", "Give a device or a node back."),
     "plan": ("ckptd.cli._plan:plan", "Work out how often a job should save, and what that costs."),
+    "simulate": ("ckptd.cli._simulate:simulate", "Compare ways of choosing the interval on simulated runs."),
     "import": ("ckptd.cli._import:import_log", "Read a log of interruptions: a CSV, or the output of sacct -P."),
     "doctor": ("ckptd.cli._doctor:doctor", "Look for what will go wrong, on this machine and with a job."),
     "completion": ("ckptd.cli._completion:completion", "Print what completes commands in a shell."),

@@ -14,6 +14,9 @@ from ckptd.errors import DaemonUnreachable, ExitStatus, UsageError
 from ckptd.link import ask_daemon
 from ckptd.rundir import RunDir, find_run, run_names
 
+REGIME_BELOW = 0.3
+"""Belief that the failure rate never changed, below which a person is told that it has."""
+
 
 def _complete_run(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     names = [CompletionItem(name) for name in run_names() if name.startswith(incomplete)]
@@ -95,6 +98,20 @@ def _readable(status: dict[str, Any]) -> str:
         (
             "R, C, U",
             f"{_text.seconds(estimates['restart_s'])}, {_text.seconds(estimates['stall_s'])}, {_text.seconds(estimates['upload_s'])}; a step {_text.seconds(estimates['step_s'])}",
+        )
+    )
+    if estimates["memory"] < REGIME_BELOW:
+        rows.append(
+            (
+                "",
+                f"failures come at another rate than before: over the whole run M is {_text.seconds(estimates['mtbf_long_run_s'])}",
+            )
+        )
+    audit = status["audit"]
+    rows.append(
+        (
+            "audit",
+            f"saving has cost {_text.seconds(audit['saving_s'])}, rework {_text.seconds(audit['rework_s'])}: {audit['advice']}",
         )
     )
     rows.append(("failures", f"{status['failures']}, {status['restarts']} restarts"))

@@ -1,55 +1,72 @@
 """What do the events so far say about M, C, U, R and the step time, and how sure is that?
 
-The failure rate is per device-second and has a Gamma prior from job.yaml; failures and exposure update it, so an M that
-was learnt on one number of devices holds for any other. The rest are medians over the newest observations: they follow
-a change within a few, and an outlier does not move them.
+The failure rate is per device-second: a Gamma prior from job.yaml, updated by failures and exposure, with a memory that
+grows shorter while that predicts better (`regimes`). So an M that was learnt on one number of devices holds for any
+other. What saves, restarts and steps cost is in `costs`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import statistics
-import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+from ckptd.core import costs, regimes
 from ckptd.core import events as ev
-from ckptd.core.interval import MAX_MTBF_S
+from ckptd.core.costs import Costs
+from ckptd.core.gamma import gamma_quantile
 from ckptd.core.policy import Policy
+from ckptd.core.regimes import Regimes
 
-WINDOW = 16
-"""Observations of a kind that are remembered."""
 CREDIBLE = 0.90
 """Probability that the published interval of M holds M, given prior and model."""
+MAX_MTBF_S = 1e12
+"""Nothing is known to fail more rarely than this (some 30,000 years)."""
+MERGE_S = 30.0
+"""An interruption so soon after one that counted is the same event, and so is one before the first step after it: R, which
+is the time from the first of them to the first step, has its price in already."""
+SEVERITY_PRIOR: Mapping[str, float] = {"process": 0.75, "device": 0.10, "node": 0.10, "code": 0.05}
+"""Failures of each severity among the first, before any was seen: about three quarters of the faults in the field are over
+with a restart of the processes (DLRover). One failure's worth in all."""
 
-_LEAST_SHAPE = 1e-3
+_MOST_EXPOSURE = 1e280
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failures:
+    """What happened that counts as a failure, and what it says about the rate."""
+
+    regimes: Regimes = field(default_factory=lambda: regimes.begin(1.0, 50_000 * 3600.0))
+    looked_at: float = 0.0
+    """Exposure at the newest event that counted."""
+    count: int = 0
+    by_severity: Mapping[str, int] = field(default_factory=dict)
+    """Of the failures that counted; an event is as severe as the first of its interruptions."""
+    planned: int = 0
+    merged: int = 0
+    """Interruptions that belonged to an event that had counted already."""
+    event_t: float = -math.inf
+    """`t` of the newest event that counted."""
+    stepped: bool | None = None
+    """A step was done since; None: none ever was, as in a script without a shim."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimates:
     """State of the fold. Bounded, never changed in place."""
 
-    prior_failures: float = 1.0
-    prior_device_seconds: float = 50_000 * 3600.0
-    failures: int = 0
-    planned: int = 0
+    failures: Failures = field(default_factory=Failures)
+    costs: Costs = field(default_factory=Costs)
     exposure_device_s: float = 0.0
     """Device-seconds of attempts that are over."""
     up_since: float | None = None
     """`t` of the launch of the attempt that is up; None: none is."""
     t: float = 0.0
+    """The newest `t` of an event that mattered here."""
     attempt: int | None = None
     world_size: int = 0
     nodes: frozenset[str] = frozenset()
     """Nodes on which the attempt still lives."""
-    stalls: tuple[float, ...] = ()
-    stall_count: int = 0
-    uploads: tuple[float, ...] = ()
-    last_save: tuple[int | None, int] | None = None
-    restarts: tuple[float, ...] = ()
-    steps: tuple[float, ...] = ()
-    steps_stale: bool = False
-    """The world size changed since `steps` were timed: they serve until the first new one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,15 +78,21 @@ class Estimate:
     mtbf_low_s: float
     mtbf_high_s: float
     stall_s: float | None = None
+    """C: what training pays for a save, the slowdown of its steps during the upload included."""
     restart_s: float | None = None
+    """R of an average failure: each kind's median, weighted by how often the kind came."""
     upload_s: float | None = None
     step_s: float | None = None
     failures: int = 0
-    """Interruptions that count: neither planned nor failures to launch."""
+    """Failures that count: neither planned nor failures to launch, and one event once."""
     planned: int = 0
     exposure_device_s: float = 0.0
     stall_count: int = 0
     world_size: int = 1
+    mtbf_long_run_s: float | None = None
+    """What M would be if the rate had never changed."""
+    memory: float = 1.0
+    """Belief that it has not: the weight of the model that forgets nothing."""
 
 
 def initial() -> Estimates:
@@ -79,72 +102,92 @@ def initial() -> Estimates:
 
 def apply(state: Estimates, event: ev.Event) -> Estimates:
     """The state after `event`."""
-    if math.isfinite(event.t) and event.t > state.t:
-        state = replace(state, t=event.t)
     match event:
-        case ev.DaemonStarted():
-            policy = Policy.from_dict(event.policy)
-            return replace(
-                state, prior_failures=policy.prior_failures, prior_device_seconds=policy.prior_device_seconds
-            )
-        case ev.AttemptLaunched():
-            state = _down(state)
-            return replace(
-                state,
-                up_since=state.t,
-                attempt=event.attempt,
-                steps_stale=state.steps_stale or event.world_size != state.world_size,
-                world_size=event.world_size,
-                nodes=frozenset(event.placement),
-            )
-        case ev.AttemptEnded():
-            return _ended(state, event)
-        case ev.RunEnded():
-            return _down(state)
-        case ev.Interrupted():
-            if event.planned:
-                return replace(state, planned=state.planned + 1)
-            return state if event.severity == "launch" else replace(state, failures=state.failures + 1)
-        case ev.Progress():
-            kept = () if state.steps_stale else state.steps
-            seen = _seen(kept, event.step_s, least=1e-9)
-            return state if seen is kept else replace(state, steps=seen, steps_stale=False)
         case ev.SaveCommitted():
-            return _saved(state, event)
+            return replace(state, costs=costs.saved(state.costs, event))
+        case ev.Progress():
+            return replace(state, costs=costs.timed(state.costs, event))
         case ev.Restarted() if not event.planned:
-            return replace(state, restarts=_seen(state.restarts, event.total_s))
+            return replace(state, costs=costs.restarted(state.costs, event))
+        case ev.FirstStep():
+            return replace(state, failures=replace(state.failures, stepped=True))
+        case ev.Interrupted():
+            state = _at(state, event)
+            return replace(state, failures=_interrupted(state, event))
+        case ev.AttemptLaunched():
+            return _launched(_at(state, event), event)
+        case ev.AttemptEnded():
+            return _ended(_at(state, event), event)
+        case ev.RunEnded():
+            return _down(_at(state, event))
+        case ev.DaemonStarted():
+            return replace(_at(state, event), failures=_begun(state.failures, event))
         case _:
             return state
 
 
-def estimate(state: Estimates, *, t: float, world_size: int) -> Estimate:
-    """What is believed at `t` about a job on `world_size` devices. Every number is finite."""
-    shape = max(state.prior_failures + state.failures, _LEAST_SHAPE)
-    exposure = _exposure(state, t)
-    total = max(state.prior_device_seconds + exposure, 1.0)
+def estimate(state: Estimates, *, t: float, world_size: int, bounds: bool = True) -> Estimate:
+    """What is believed at `t` about a job on `world_size` devices. Every number is finite.
+
+    `bounds` False leaves out the work for the credible interval, which no decision reads: low and high are the mean.
+    """
+    exposure, failures = _exposure(state, t), state.failures
+    rate = regimes.rate(failures.regimes, exposure - failures.looked_at)
     devices = max(world_size, 1)
-
-    def mtbf(rate_times_total: float) -> float:
-        return min(total / (rate_times_total * devices), MAX_MTBF_S) if rate_times_total > 0 else MAX_MTBF_S
-
-    tail = (1 - CREDIBLE) / 2
+    mtbf_s = low = high = _mtbf(rate.mean * devices)
+    if bounds:
+        # The mixture's own quantiles need a search; the Gamma with its mean and variance is near enough for a bound.
+        spread = rate.variance / rate.mean / rate.mean
+        shape = max(1.0 / spread, regimes.LEAST_SHAPE) if spread > 0 else 1e5
+        scale, tail = rate.mean / shape * devices, (1 - CREDIBLE) / 2
+        low, high = (_mtbf(gamma_quantile(p, min(shape, 1e5)) * scale) for p in (1 - tail, tail))
     return Estimate(
-        mtbf_s=mtbf(shape),
-        mtbf_low_s=mtbf(gamma_quantile(1 - tail, shape)),
-        mtbf_high_s=mtbf(gamma_quantile(tail, shape)),
-        stall_s=_stall(state),
-        restart_s=_median(state.restarts),
-        upload_s=_median(state.uploads),
-        step_s=_median(state.steps),
-        failures=state.failures,
-        planned=state.planned,
+        mtbf_s=mtbf_s,
+        mtbf_low_s=low,
+        mtbf_high_s=high,
+        stall_s=state.costs.stall_s,
+        restart_s=state.costs.restart_s,
+        upload_s=state.costs.upload_s,
+        step_s=state.costs.step_s,
+        failures=failures.count,
+        planned=failures.planned,
         exposure_device_s=exposure,
-        stall_count=state.stall_count,
+        stall_count=state.costs.stall_count,
         world_size=devices,
+        mtbf_long_run_s=_mtbf(rate.long_run * devices),
+        memory=rate.memory,
     )
 
 
+def rates_by_severity(state: Estimates, *, t: float, world_size: int) -> dict[str, float]:
+    """Failures per second of a job on `world_size` devices at `t`, by severity; they sum to 1/M.
+
+    The present rate, divided in the proportion of the failures seen and `SEVERITY_PRIOR` (a Dirichlet posterior mean).
+    """
+    total = 1.0 / estimate(state, t=t, world_size=world_size, bounds=False).mtbf_s
+    seen = state.failures.by_severity
+    weights = {n: SEVERITY_PRIOR.get(n, 0.0) + seen.get(n, 0) for n in (*SEVERITY_PRIOR, *seen)}
+    whole = math.fsum(weights.values())
+    return {name: total * weight / whole for name, weight in weights.items()}
+
+
 # --- the parts of the fold ----------------------------------------------------------------------------------------------
+
+
+def _mtbf(rate: float) -> float:
+    return min(1.0 / rate, MAX_MTBF_S) if rate > 1.0 / MAX_MTBF_S else MAX_MTBF_S
+
+
+def _begun(failures: Failures, event: ev.DaemonStarted) -> Failures:
+    """The prior of job.yaml counts until the first failure: what was learnt under one is not thrown away by another."""
+    if failures.count:
+        return failures
+    policy = Policy.from_dict(event.policy)
+    return replace(failures, regimes=regimes.begin(policy.prior_failures, policy.prior_device_seconds))
+
+
+def _at(state: Estimates, event: ev.Event) -> Estimates:
+    return replace(state, t=event.t) if event.t > state.t and math.isfinite(event.t) else state
 
 
 def _exposure(state: Estimates, t: float) -> float:
@@ -152,11 +195,25 @@ def _exposure(state: Estimates, t: float) -> float:
         return state.exposure_device_s
     until = max(t, state.t) if math.isfinite(t) else state.t
     spent = state.exposure_device_s + max(0.0, until - state.up_since) * max(state.world_size, 0)
-    return min(spent, sys.float_info.max)  # a time that makes no sense must not make every estimate infinite
+    return min(spent, _MOST_EXPOSURE)  # a time that makes no sense must not make every estimate infinite
 
 
 def _down(state: Estimates) -> Estimates:
     return replace(state, exposure_device_s=_exposure(state, state.t), up_since=None, nodes=frozenset())
+
+
+def _launched(state: Estimates, event: ev.AttemptLaunched) -> Estimates:
+    state, stale = _down(state), state.costs
+    if event.world_size != state.world_size:
+        stale = replace(stale, steps_stale=True)
+    return replace(
+        state,
+        up_since=state.t,
+        attempt=event.attempt,
+        costs=stale,
+        world_size=event.world_size,
+        nodes=frozenset(event.placement),
+    )
 
 
 def _ended(state: Estimates, event: ev.AttemptEnded) -> Estimates:
@@ -167,91 +224,22 @@ def _ended(state: Estimates, event: ev.AttemptEnded) -> Estimates:
     return replace(state, nodes=left) if left else _down(state)
 
 
-def _saved(state: Estimates, event: ev.SaveCommitted) -> Estimates:
-    """Count a save once, though each tier that it reaches commits it again."""
-    if state.last_save == (event.attempt, event.step):
-        return state
+def _interrupted(state: Estimates, event: ev.Interrupted) -> Failures:
+    failures = state.failures
+    if event.planned:
+        return replace(failures, planned=failures.planned + 1)
+    if event.severity == "launch":
+        return failures
+    when = event.t if math.isfinite(event.t) else state.t
+    if failures.count and (failures.stepped is False or when - failures.event_t < MERGE_S):
+        return replace(failures, merged=failures.merged + 1)
+    exposure = _exposure(state, state.t)
     return replace(
-        state,
-        stalls=_seen(state.stalls, event.stall_s),
-        stall_count=state.stall_count + 1,
-        uploads=_seen(state.uploads, event.upload_s),
-        last_save=(event.attempt, event.step),
+        failures,
+        regimes=regimes.failed(failures.regimes, exposure - failures.looked_at),
+        looked_at=exposure,
+        count=failures.count + 1,
+        by_severity={**failures.by_severity, event.severity: failures.by_severity.get(event.severity, 0) + 1},
+        event_t=when,
+        stepped=None if failures.stepped is None else False,
     )
-
-
-def _stall(state: Estimates) -> float | None:
-    """The median stall; the run's first save, into cold buffers, is left out once there are two others."""
-    first_remembered = state.stall_count == len(state.stalls)
-    return _median(state.stalls[1:] if first_remembered and len(state.stalls) >= 3 else state.stalls)
-
-
-def _seen(values: tuple[float, ...], value: float | None, *, least: float = 0.0) -> tuple[float, ...]:
-    if value is None or not math.isfinite(value) or value < least:
-        return values
-    return (*values[1 - WINDOW :], value)
-
-
-def _median(values: tuple[float, ...]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-# --- the Gamma distribution ---------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def gamma_quantile(p: float, shape: float) -> float:
-    """The x with P(shape, x) = p for a Gamma variable of scale 1; relative error below 1e-6 for shapes up to 1e5.
-
-    Newton's method on log P as a function of log x: that is concave and rises, so it converges from any start, and for
-    small x it is a straight line, which serves shapes far below 1.
-
-    Raises:
-        ValueError: `p` is not inside (0, 1) or `shape` is not above zero.
-    """
-    if not (0 < p < 1 and 0 < shape < math.inf):
-        raise ValueError(f"no quantile {p!r} of a Gamma variable of shape {shape!r}")
-    log_x = (math.log(p) + math.lgamma(shape + 1)) / shape
-    if shape >= 1:  # Wilson and Hilferty 1931
-        z = statistics.NormalDist().inv_cdf(p)
-        root = 1 - 1 / (9 * shape) + z / (3 * math.sqrt(shape))
-        if root > 0:
-            log_x = max(log_x, math.log(shape) + 3 * math.log(root))
-    for _ in range(100):
-        log_cdf, slope = _log_cdf(shape, log_x)
-        move = (math.log(p) - log_cdf) / slope
-        log_x += move
-        if abs(move) < 1e-12:
-            break
-    return math.exp(log_x) if log_x > -700 else 0.0
-
-
-def _log_cdf(shape: float, log_x: float) -> tuple[float, float]:
-    """(log P(shape, x), its derivative in log x): by the series below the mean, by Lentz's continued fraction above."""
-    x = math.exp(log_x)
-    log_density = shape * log_x - x - math.lgamma(shape)  # of log x
-    if x < shape + 1:
-        term = total = 1 / shape
-        n = shape
-        while term > total * 1e-16:
-            n += 1
-            term *= x / n
-            total += term
-        log_cdf = log_density + math.log(total)
-        return log_cdf, 1 / total
-    tiny = 1e-300
-    b = x + 1 - shape
-    c = 1 / tiny
-    d = 1 / b
-    h = d
-    for i in range(1, 1_000_000):
-        a = -i * (i - shape)
-        b += 2
-        d = 1 / (a * d + b or tiny)
-        c = b + a / c or tiny
-        h *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    upper = math.exp(log_density) * h
-    log_cdf = math.log1p(-min(upper, 1 - 1e-16))
-    return log_cdf, math.exp(log_density - log_cdf)

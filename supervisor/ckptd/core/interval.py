@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ckptd.core.estimates import Estimate
-    from ckptd.core.policy import Formula, Policy
+from ckptd.core.estimates import MAX_MTBF_S, Estimate
+from ckptd.core.policy import Policy
 
 FIRST_STALL_S = 1.0
 """The stall that is assumed until a save has been measured."""
@@ -20,10 +18,9 @@ FIRST_INTERVAL_S = 300.0
 """The first save comes no later than this, however rare failures are: one early save costs one stall, and measures it."""
 MIN_STALL_S = 1e-3
 """No save is free: a stall below what can be measured counts as this, so that the interval stays above zero."""
-MAX_MTBF_S = 1e12
-"""Nothing is known to fail more rarely than this (some 30,000 years)."""
-WORTH_MOVING = 0.05
-"""Relative change of the interval below which a running job is left alone: waste is flat around its minimum."""
+WORTH_SAVING = 0.0025
+"""A running job is left alone unless the waste that T decides on (saving and rework) would fall by this share: it is flat
+around its minimum, and this much is an interval 7 % away from it."""
 
 _SERIES_BELOW = 0.02
 
@@ -141,6 +138,11 @@ class Decision:
     reason: str
     waste: Waste | None
     """What the model expects at this interval; an R or U that was not measured yet counts as 0. None: no C yet."""
+    stall_s: float | None = None
+    mtbf_s: float | None = None
+    """C and M that it was derived from."""
+    best_s: float | None = None
+    """What the formula gives for them, whatever job.yaml and the limits make of it; None: no C yet."""
 
 
 def decide(estimate: Estimate, policy: Policy) -> Decision:
@@ -151,15 +153,31 @@ def decide(estimate: Estimate, policy: Policy) -> Decision:
     """
     step_s = None if estimate.step_s is None else max(estimate.step_s, 1e-9)
     mtbf_s = min(max(estimate.mtbf_s, MIN_STALL_S), MAX_MTBF_S)
+    best_s = None
+    if estimate.stall_s is not None:
+        best_s = _FORMULAS[policy.formula](max(estimate.stall_s, MIN_STALL_S), mtbf_s)
+
+    def decided(
+        interval_s: float | None, steps: int | None, formula: str, clamped_by: str | None, reason: str
+    ) -> Decision:
+        return Decision(
+            interval_s=interval_s, interval_steps=steps, formula=formula, clamped_by=clamped_by, reason=reason,
+            waste=_expected(estimate, interval_s, mtbf_s), stall_s=estimate.stall_s, mtbf_s=mtbf_s, best_s=best_s,
+        )  # fmt: skip
+
     if policy.interval_steps is not None:
         steps = max(1, policy.interval_steps)
         interval_s = None if step_s is None else steps * step_s
-        return _decision(estimate, mtbf_s, interval_s, steps, "fixed", "job.yaml", f"job.yaml asks for {steps} steps")
+        return decided(interval_s, steps, "fixed", "job.yaml", f"job.yaml asks for {steps} steps")
     if policy.interval_s is not None:
         reason = f"job.yaml asks for {policy.interval_s:g} s"
-        steps_or_none = _in_steps(policy.interval_s, step_s)
-        return _decision(estimate, mtbf_s, policy.interval_s, steps_or_none, "fixed", "job.yaml", reason)
-    interval, reason = _by_formula(estimate.stall_s, mtbf_s, policy.formula)
+        return decided(policy.interval_s, _in_steps(policy.interval_s, step_s), "fixed", "job.yaml", reason)
+    if best_s is None:
+        interval = min(_FORMULAS[policy.formula](FIRST_STALL_S, mtbf_s), FIRST_INTERVAL_S)
+        reason = f"no save measured yet: {interval:.4g} s, for a first save early"
+    else:
+        interval = best_s
+        reason = f"{policy.formula}: C = {estimate.stall_s:.4g} s and M = {mtbf_s:.4g} s give {interval:.4g} s"
     clamped_by = None
     for name, least in (("upload", estimate.upload_s), ("step", step_s), ("min_interval", policy.min_interval_s)):
         if least is not None and interval < least:
@@ -168,11 +186,11 @@ def decide(estimate: Estimate, policy: Policy) -> Decision:
         interval, clamped_by = policy.max_interval_s, "max_interval"
     if clamped_by is not None:
         reason += f"; {clamped_by} makes it {interval:.4g} s"
-    return _decision(estimate, mtbf_s, interval, _in_steps(interval, step_s), policy.formula, clamped_by, reason)
+    return decided(interval, _in_steps(interval, step_s), policy.formula, clamped_by, reason)
 
 
 def worth_moving(old: Decision | None, new: Decision) -> bool:
-    """Is `new` far enough from `old` (5 %) to tell a running job? Near the optimum the waste hardly depends on T."""
+    """Does it pay to tell a running job? Near the optimum the waste hardly depends on T."""
     if old is None:
         return True
     if old.clamped_by == new.clamped_by == "job.yaml":
@@ -181,44 +199,46 @@ def worth_moving(old: Decision | None, new: Decision) -> bool:
         return old.reason != new.reason
     if old.interval_s is None or new.interval_s is None:
         return (old.interval_s, old.interval_steps) != (new.interval_s, new.interval_steps)
-    return abs(new.interval_s - old.interval_s) >= WORTH_MOVING * old.interval_s
+    return excess(old.interval_s, new.interval_s) >= WORTH_SAVING
 
 
-def _by_formula(stall_s: float | None, mtbf_s: float, formula: Formula) -> tuple[float, str]:
-    if stall_s is None:
-        interval = min(_FORMULAS[formula](FIRST_STALL_S, mtbf_s), FIRST_INTERVAL_S)
-        return interval, f"no save measured yet: {interval:.4g} s, for a first save early"
-    interval = _FORMULAS[formula](max(stall_s, MIN_STALL_S), mtbf_s)
-    return interval, f"{formula}: C = {stall_s:.4g} s and M = {mtbf_s:.4g} s give {interval:.4g} s"
+def excess(interval_s: float, best_s: float) -> float:
+    """What `interval_s` costs beyond the optimum `best_s`, as a share of the waste that T decides on.
+
+    C/T + T/2M is (x + 1/x)/2 times its minimum at x times the T that minimises it (Young 1974); M and C cancel.
+    """
+    ratio = interval_s / best_s
+    return (ratio + 1 / ratio) / 2 - 1
+
+
+def why_moved(old: Decision | None, new: Decision) -> str:
+    """What changed since `old`, and what keeping it would cost: a clause for the reason of a move; empty for a first one."""
+    if old is None or old.interval_s is None or new.interval_s is None or new.formula == "fixed":
+        return ""
+    changes = [
+        f"{name} {'fell' if now < before else 'rose'} from {before:.4g} to {now:.4g} s"
+        for name, before, now in (("M", old.mtbf_s, new.mtbf_s), ("C", old.stall_s, new.stall_s))
+        if before is not None and now is not None and abs(now - before) > 0.01 * before
+    ]
+    if old.stall_s is None and new.stall_s is not None:
+        changes.append("C is measured now")
+    cost = excess(old.interval_s, new.interval_s)
+    kept = f"keeping {old.interval_s:.4g} s would cost {cost:.2%} more in saving and rework" if cost < 1 else ""
+    said = [part for part in (", ".join(changes), kept) if part]
+    return "; ".join(said) or f"it was {old.interval_s:.4g} s"
 
 
 def _in_steps(interval_s: float, step_s: float | None) -> int | None:
     return None if step_s is None else max(1, round(interval_s / step_s))
 
 
-def _decision(  # noqa: PLR0917  every call spells all of them
-    estimate: Estimate,
-    mtbf_s: float,
-    interval_s: float | None,
-    interval_steps: int | None,
-    formula: str,
-    clamped_by: str | None,
-    reason: str,
-) -> Decision:
-    expected = None
-    if interval_s is not None and estimate.stall_s is not None:
-        expected = waste(
-            interval_s,
-            stall_s=estimate.stall_s,
-            mtbf_s=mtbf_s,
-            restart_s=estimate.restart_s or 0.0,
-            upload_s=estimate.upload_s or 0.0,
-        )
-    return Decision(
-        interval_s=interval_s,
-        interval_steps=interval_steps,
-        formula=formula,
-        clamped_by=clamped_by,
-        reason=reason,
-        waste=expected,
+def _expected(estimate: Estimate, interval_s: float | None, mtbf_s: float) -> Waste | None:
+    if interval_s is None or estimate.stall_s is None:
+        return None
+    return waste(
+        interval_s,
+        stall_s=estimate.stall_s,
+        mtbf_s=mtbf_s,
+        restart_s=estimate.restart_s or 0.0,
+        upload_s=estimate.upload_s or 0.0,
     )

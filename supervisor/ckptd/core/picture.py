@@ -67,7 +67,10 @@ def apply(picture: Picture, event: events.Event) -> Picture:
     )
     match event:
         case events.IntervalDecided():
-            return dataclasses.replace(changed, decision=changed.proposal or changed.decision, proposal=None)
+            decision = changed.proposal or changed.decision
+            if decision is not None:
+                decision = dataclasses.replace(decision, reason=event.reason)
+            return dataclasses.replace(changed, decision=decision, proposal=None)
         case events.SaveCommitted():
             changed = dataclasses.replace(changed, last_save=event, saves=picture.saves + 1)
         case events.SaveFailed():
@@ -83,7 +86,8 @@ def apply(picture: Picture, event: events.Event) -> Picture:
         case _:
             pass
     if isinstance(event, _RECONSIDER):
-        return dataclasses.replace(changed, proposal=interval.decide(changed.estimate, changed.run.policy))
+        known = estimates.estimate(changed.estimates, t=changed.run.t, world_size=changed.world, bounds=False)
+        return dataclasses.replace(changed, proposal=interval.decide(known, changed.run.policy))
     return changed
 
 
@@ -124,7 +128,7 @@ def _growth(picture: Picture, t: float) -> Command | None:
     better = placement.choose(available, state.policy)
     if better is None or better.world_size <= state.world_size:
         return None
-    estimate = estimates.estimate(picture.estimates, t=t, world_size=better.world_size)
+    estimate = estimates.estimate(picture.estimates, t=t, world_size=better.world_size, bounds=False)
     gain = estimate.mtbf_s * (1.0 - state.world_size / better.world_size)
     cost = (estimate.restart_s or DEFAULT_RESTART_S) + (estimate.stall_s or 0.0)
     if gain <= cost:
@@ -142,6 +146,7 @@ def _complete(picture: Picture, command: Command) -> Command:
 
 def _decided(picture: Picture, decision: Decision, t: float) -> events.IntervalDecided:
     estimate = picture.estimate
+    why = interval.why_moved(picture.decision, decision)
     return events.IntervalDecided(
         t=t,
         attempt=None,
@@ -156,5 +161,5 @@ def _decided(picture: Picture, decision: Decision, t: float) -> events.IntervalD
         interval_steps=decision.interval_steps,
         formula=decision.formula,
         clamped_by=decision.clamped_by,
-        reason=decision.reason,
+        reason=f"{decision.reason}; {why}" if why else decision.reason,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ckptd.core.estimates import CREDIBLE, gamma_quantile
+from ckptd.core.estimates import CREDIBLE
+from ckptd.core.gamma import gamma_quantile
 from ckptd.core.interval import Waste, daly, exact, waste, young
 
 FORMULAS = {"young": young, "daly": daly, "exact": exact}

@@ -13,7 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from ckptd.core.estimates import CREDIBLE, gamma_quantile
+from ckptd.core.estimates import CREDIBLE
+from ckptd.core.gamma import gamma_quantile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

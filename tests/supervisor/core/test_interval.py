@@ -11,8 +11,10 @@ from ckptd.core.interval import (
     daly,
     decide,
     exact,
+    excess,
     silent_error_interval,
     waste,
+    why_moved,
     worth_moving,
     young,
 )
@@ -194,6 +196,9 @@ def test_interval_of_the_user_wins():
         clamped_by="job.yaml",
         reason="job.yaml asks for 77 s",
         waste=waste(77.0, stall_s=5.0, mtbf_s=11_135.1, restart_s=0.0),
+        stall_s=5.0,
+        mtbf_s=11_135.1,
+        best_s=daly(5.0, 11_135.1),
     )
     steps = decide(known(upload_s=5000.0), Policy(interval_steps=500))
     assert (steps.interval_steps, steps.interval_s, steps.clamped_by) == (500, 1000.0, "job.yaml")
@@ -261,3 +266,26 @@ def test_a_fixed_interval_is_pushed_once():
     seconds = Policy(interval_s=100.0)
     assert not worth_moving(decide(known(step_s=1.0), seconds), decide(known(step_s=9.0), seconds))
     assert worth_moving(decide(known(), seconds), decide(known(), Policy(interval_s=101.0)))
+
+
+@given(mtbf=st.floats(100, 1e8), stall=st.floats(1e-2, 20), ratio=st.floats(0.05, 20))
+def test_the_excess_is_that_of_the_model(mtbf, stall, ratio):
+    best = young(stall, mtbf)
+
+    def movable(interval):
+        return waste(interval, stall_s=stall, mtbf_s=mtbf, restart_s=0.0).total
+
+    assert excess(ratio * best, best) == pytest.approx(movable(ratio * best) / movable(best) - 1, abs=1e-9)
+
+
+def test_a_move_says_why():
+    old = decide(known(), Policy())
+    assert why_moved(None, old) == ""
+    rarer = why_moved(old, decide(known(mtbf_s=40_000.0), Policy()))
+    assert "M rose from 1.114e+04 to 4e+04 s" in rarer
+    assert "would cost" in rarer
+    assert "C fell from 5 to 2 s" in why_moved(old, decide(known(stall_s=2.0), Policy()))
+    first = decide(known(stall_s=None), Policy())
+    assert "C is measured now" in why_moved(first, old)
+    assert why_moved(old, decide(known(), Policy(max_interval_s=20.0))) != ""
+    assert why_moved(old, decide(known(), Policy(interval_s=20.0))) == ""
