@@ -156,10 +156,14 @@ class Guard(_Model):
     """Refuse when the loss is so many robust standard deviations above its recent median; null: do not look."""
     param_norm: Annotated[float, BeforeValidator(read_number), Field(gt=0, allow_inf_nan=False)] | None = None
     """Refuse when the norm of the parameters is larger; null: do not look."""
+    param_norm_spike: Annotated[float, BeforeValidator(read_number), Field(gt=0, allow_inf_nan=False)] | None = None
+    """Refuse when that norm is so many robust standard deviations away from the recent commits'; null: do not look."""
     on_reject: Annotated[OnReject, BeforeValidator(read_text)] = "skip"
     """`skip`: do not commit, go on training; `rollback`: go back to the newest commit; `stop`: end the run."""
     rollback_after: Count = 3
     """Roll back after so many rejections in a row."""
+    skip_data: Bool = False
+    """After a roll-back go on behind the data that led to the rejection."""
 
 
 class Health(_Model):
@@ -331,6 +335,7 @@ class JobSpec(_Model):
             warm=self.restart.warm,
             on_reject=self.guard.on_reject,
             rollback_after=self.guard.rollback_after,
+            skip_data=self.guard.skip_data,
             drill_every_s=self.drill.every,
             drill_tier=self.drill.tier,
             prior_failures=prior.failures,

@@ -128,11 +128,19 @@ def launch(
                 "finite": spec.guard.finite,
                 "loss_spike": spec.guard.loss_spike,
                 "param_norm": spec.guard.param_norm,
+                "param_norm_spike": spec.guard.param_norm_spike,
             },
+            "skip_data_to": _skip_to(state),
             "drill": dataclasses.asdict(drill) if isinstance(drill, Drill) else None,
             "restore_drill": dataclasses.asdict(drill) if isinstance(drill, RestoreDrill) else None,
         },
     }
+
+
+def _skip_to(state: RunState) -> int | None:
+    """Where the data goes on after a roll-back that passes some over; None: where the checkpoint has it."""
+    back, resume = state.rollback, state.resume
+    return back.skip_to if back is not None and resume is not None and resume["path"] == back.path else None
 
 
 def _environment(spec: JobSpec, devices: int) -> dict[str, str]:

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from saving import make_saver, position
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from ckptd_shim import StateRejected, TrainerShim
-from ckptd_shim.contract import ENV_LAUNCH, REPORT_FILE, Control, Guard, LaunchContext
-from ckptd_shim.digest import verify_checkpoint
-from ckptd_shim.guard import LEAST, LossWatch, Rejection, inspect, verdict
+from ckptd_shim import GlobalSampler, StateRejected, TrainerShim
+from ckptd_shim.contract import ENV_LAUNCH, REPORT_FILE, Control, Guard, LaunchContext, Marker, ResumeFrom
+from ckptd_shim.digest import crc32c_bytes, verify_checkpoint
+from ckptd_shim.guard import LEAST, LEAST_NORMS, LossWatch, NormWatch, Rejection, inspect, verdict
 from ckptd_shim.ranks import Ranks
 from ckptd_shim.state import TrainState
 
@@ -351,3 +352,130 @@ def test_a_loss_of_some_step_before_says_nothing_of_the_last(tmp_path):
         shim.step(loss=torch.tensor(1.0 if shim.global_step > 50 else math.inf))
     shim.close()
     assert len(os.listdir(tmp_path)) == 1
+
+
+# --- gradients, and the norm from commit to commit ----------------------------------------------------------------------
+
+
+def test_a_norm_that_leaves_the_usual_range_is_refused_to_either_side():
+    guard = Guard(param_norm_spike=6.0)
+    watch = NormWatch(guard, [100.0 + (i % 2) for i in range(LEAST_NORMS - 1)])
+    assert watch.problem(1e9) is None, "too little is known"
+    told = {"unfit": None, "squares": 100.5**2}
+    assert verdict(guard, [told], watch) is None
+    assert len(watch.recent) == LEAST_NORMS, "what may be committed is remembered"
+    for norm in (150.0, 50.0):
+        found = verdict(guard, [{"unfit": None, "squares": norm**2}], watch)
+        assert f"norm of the parameters is {norm:g}" in found.why
+        assert "(param_norm_spike: 6)" in found.why
+    assert len(watch.recent) == LEAST_NORMS, "what is refused teaches nothing"
+    still = NormWatch(guard, [100.0] * LEAST_NORMS)
+    assert still.problem(100.5) is None, "half a percent is no spike"
+    assert still.problem(101.0) is not None
+    assert NormWatch(Guard(), [100.0] * LEAST_NORMS).problem(1e9) is None, "nobody asked"
+
+
+def test_the_norms_of_earlier_commits_are_known_after_a_resume(tmp_path):
+    options = {"guard": {"param_norm_spike": 6.0}}
+    for first in (1, 9):
+        model, shim = alone(tmp_path, **options)
+        shim.resume()
+        assert shim.global_step == first - 1
+        for _ in range(8):
+            with torch.no_grad():
+                if shim.global_step == 0:
+                    model.weight.fill_(1.0)
+                    model.bias.fill_(1.0)
+            shim.step(loss=1.0)
+            shim._save(shim.global_step)
+            shim._drain()
+        shim.close()
+    marker = Marker.read(tmp_path / "step_000000016.a0002" / "COMMITTED")
+    assert marker.param_norms == pytest.approx([math.sqrt(20.0)] * 16)
+    model, shim = alone(tmp_path, **options)
+    shim.resume()
+    with torch.no_grad():
+        model.weight.mul_(3.0)
+    shim.step(loss=1.0)
+    with pytest.raises(StateRejected, match="standard deviations from its recent median"):
+        shim.close()
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_gradients_that_are_not_finite_spoil_the_state_unless_a_scaler_left_the_step_out(tmp_path, kind):
+    model, shim = alone(tmp_path / "a")
+    shim.resume()
+    shim.step(loss=1.0, grad_norm=kind(math.inf))
+    shim.step(loss=1.0, grad_norm=kind(1.0))
+    shim._save(2)
+    shim._drain()
+    assert shim._saver.committed_step == 2, "the last step's is what counts"
+    shim.step(loss=1.0, grad_norm=kind(math.nan))
+    with pytest.raises(StateRejected, match="the norm of the gradients is nan"):
+        shim.close()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    shim = TrainerShim(model=model, scaler=scaler, directory=str(tmp_path / "b"), interval={"steps": 100})
+    shim.resume()
+    shim.step(loss=1.0, grad_norm=kind(math.inf))
+    shim.close()
+    assert len(os.listdir(tmp_path / "b")) == 1
+    _, shim = alone(tmp_path / "c")
+    shim.resume()
+    shim.step(grad_norm=torch.ones(2))
+    with pytest.raises(TypeError, match=r"grad_norm=\.\.\."):
+        shim.close()
+
+
+# --- data that is passed over -----------------------------------------------------------------------------------------
+
+
+def with_data(directory):
+    data = TensorDataset(torch.arange(64.0))
+    sampler = GlobalSampler(64, global_batch=8, seed=1, rank=0, world_size=1)
+    loader = DataLoader(data, batch_sampler=sampler)
+    model = nn.Linear(1, 1)
+    return loader, sampler, TrainerShim(model=model, dataloader=loader, directory=str(directory), interval="1h")
+
+
+def test_data_is_passed_over_once_and_the_position_stays_ahead_of_the_counter(tmp_path, monkeypatch):
+    loader, sampler, shim = with_data(tmp_path / "x")
+    shim.resume()
+    seen = [shim.step(loss=1.0) for _, _ in zip(range(2), loader, strict=False)]
+    assert len(seen) == 2
+    shim.close()
+    (saved,) = os.listdir(tmp_path / "x")
+    path = str(tmp_path / "x" / saved)
+
+    def again(path, attempt, skip):
+        with open(os.path.join(path, "COMMITTED"), "rb") as file:
+            crc = crc32c_bytes(file.read())
+        (tmp_path / "saves").mkdir(exist_ok=True)
+        LaunchContext(
+            run_id=Marker.read(os.path.join(path, "COMMITTED")).run_id, run_name="n", attempt=attempt,
+            attempt_dir=str(tmp_path), control_path=str(tmp_path / "control.json"), tier="disk",
+            save_dir=str(tmp_path / "saves"), world_at_start=1, global_batch=8, micro_batch=None, interval_s=None,
+            interval_steps=100, commit_sequence=1, skip_data_to=skip,
+            resume=ResumeFrom(step=Marker.read(os.path.join(path, "COMMITTED")).step, tier="disk", path=path, marker_crc32c=crc),
+        ).write(tmp_path / "launch.json")  # fmt: skip
+        monkeypatch.setenv(ENV_LAUNCH, str(tmp_path / "launch.json"))
+        return with_data(tmp_path / "x")
+
+    # Refused at the data position 40: samples 16 to 40 are passed over.
+    loader, sampler, shim = again(path, 2, 40)
+    shim.resume()
+    assert (shim.global_step, shim.samples_seen, sampler.position) == (2, 16, 40)
+    batch = next(iter(loader))[0].tolist()
+    assert batch == [float(i) for i in GlobalSampler(64, 8, 1, rank=0, world_size=1).indices(40)]
+    shim.step(loss=1.0)
+    shim.close()
+    (saved,) = os.listdir(tmp_path / "saves")
+    path = str(tmp_path / "saves" / saved)
+    marker = Marker.read(os.path.join(path, "COMMITTED"))
+    assert (marker.samples_seen, marker.comparable) == (24, False)
+    assert marker.comparable_reason == "the data from sample 16 to 40 was passed over at step 2 (guard.skip_data)"
+
+    # From there on nothing is to be passed over, and the data goes on where it was.
+    loader, sampler, shim = again(path, 3, None)
+    shim.resume()
+    assert (shim.global_step, shim.samples_seen, sampler.position) == (3, 24, 48)
+    shim.close()

@@ -25,6 +25,7 @@ from ckptd_shim.adopting import adopt
 from ckptd_shim.contract import FileDigest, Guard, Marker, Report
 from ckptd_shim.digest import crc32c_bytes
 from ckptd_shim.extras import Packer
+from ckptd_shim.guard import NormWatch
 from ckptd_shim.slowdown import Slowdown
 from ckptd_shim.staging import Stager
 from ckptd_shim.writing import (
@@ -38,7 +39,7 @@ from ckptd_shim.writing import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -109,6 +110,7 @@ class Saver:
         report: rank 0's report file.
         guard: which states are fit to be committed; the same on every rank.
         late: the caller calls `release` before every step of an optimizer, so the state may be copied until then.
+        norms: of the parameters in the recent commits, oldest first; the same on every rank.
     """
 
     def __init__(
@@ -120,12 +122,14 @@ class Saver:
         report: ReportWriter,
         guard: Guard | None = None,
         late: bool = False,
+        norms: Sequence[float] = (),
     ) -> None:
         self.target = target
         self.sequence = sequence
         self._ranks = ranks
         self._report = report
         self._guard = guard or Guard()
+        self._norms = NormWatch(self._guard, norms)
         self._stager = Stager(rank=ranks.rank)
         self._gently = background.Gently(name="ckptd-gentle")
         self._writer = TensorWriter(rank=ranks.rank, group=ranks.group, durable=target.durable, gently=self._gently)
@@ -336,7 +340,7 @@ class Saver:
             if problem is None and each["alike"] != told[0]["alike"]:
                 text = f"rank {rank} holds other unsharded tensors than rank 0, which would be lost: shard them as DTensors"
                 problem = {"error": text, "errno": None}
-        unfit = problem or guard.verdict(self._guard, told)
+        unfit = problem or guard.verdict(self._guard, told, self._norms)
         if unfit is not None:
             return [{**price, "files": []} for price in prices], None, unfit
         files: list[FileDigest] = []
@@ -489,6 +493,7 @@ class Saver:
             comparable=job.incomparable is None,
             comparable_reason=job.incomparable,
             torch=str(torch.__version__),
+            param_norms=self._norms.recent,
             validation_step=None if job.validation is None else job.validation[0],
             validation_loss=None if job.validation is None else job.validation[1],
             loss_median=None if job.usual is None else job.usual[0],
@@ -518,6 +523,7 @@ class Saver:
                 stall_s=stall_s,
                 why=found.why,
                 rank=found.rank,
+                position=job.position.data,
             )
 
     def _fail(self, job: Job, problem: Problem, *, stall_s: float, left: bool) -> None:

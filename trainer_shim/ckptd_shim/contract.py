@@ -259,6 +259,8 @@ class Guard(Document):
     """Refuse a loss that is so many robust standard deviations above its recent median."""
     param_norm: float | None = None
     """Refuse parameters whose Euclidean norm is larger."""
+    param_norm_spike: float | None = None
+    """Refuse parameters whose norm is so many robust standard deviations away from that of the recent commits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +288,8 @@ class LaunchContext(Document):
     durable_writes: bool = True
     guard: Guard | None = None
     """None: the defaults of `Guard`."""
+    skip_data_to: int | None = None
+    """Data position, in global samples, at which to go on if that of the checkpoint lies before it."""
     drill: Drill | None = None
     """None, but for `ckptd prove`."""
     restore_drill: RestoreDrill | None = None
@@ -344,6 +348,8 @@ class Marker(Document):
     """Of the training losses of the last minute or so, once there are enough of them."""
     loss_deviation: float | None = None
     """Their standard deviation, robustly."""
+    param_norms: list[float] = field(default_factory=list)
+    """Norms of the parameters in this commit (last) and in those before it, where the guard looks at them."""
 
 
 # --- heartbeat page -------------------------------------------------------------------------------------------------
@@ -424,7 +430,7 @@ class Report(enum.StrEnum):
     SAVE_FAILED = "save_failed"
     """{step, path, tier, stall_s, error, errno (or null)}. The partial directory is gone unless `left` says otherwise."""
     SAVE_REJECTED = "save_rejected"
-    """{step, path, tier, stall_s, why, rank (null: no single one)}. The guard refused the state; nothing of it is kept."""
+    """{step, path, tier, stall_s, why, rank (null: no single one), position (of the data)}. The guard refused the state; nothing of it is kept."""
     PINNED = "pinned"
     """`shim.pin`: {step, path, label, pinned (true), source}."""
     CONTROL_IGNORED = "control_ignored"

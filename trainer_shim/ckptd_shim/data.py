@@ -71,6 +71,11 @@ class DataPosition:
             raise SetupError("dataloader has in_order=False: which batches came first is not known after a resume")
 
     @property
+    def can_skip(self) -> bool:
+        """Whether the data can be put anywhere, not only where it was."""
+        return self.kind in ("position", "stream")
+
+    @property
     def accumulation_steps(self) -> int | None:
         """As the sampler shares the batch out; None: it does not say."""
         return getattr(self.sampler, "accumulation_steps", None)

@@ -29,6 +29,10 @@ LEAST: Final = 16
 """With fewer recent losses nothing is called a spike."""
 _MAD_TO_SIGMA: Final = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation, 1 / Phi^-1(3/4)."""
+LEAST_NORMS: Final = 8
+"""Likewise of norms, of which there is one a commit."""
+_STILL: Final = 1e-3
+"""Norms hardly move from one commit to the next: one that is nearer than this part of the median is no spike."""
 _RESOLUTION: Final = 1e-6
 """Of a float32 loss: one that does not move at all has a deviation of so much of its size."""
 _CHUNK: Final = 1 << 18
@@ -83,6 +87,45 @@ class LossWatch:
             return None
         return f"the loss {loss:.6g} is {score:.1f} standard deviations above its recent median {median:.6g} (loss_spike: {limit:g})"
 
+    def gradient_problem(self, norm: float, *, scaled: bool) -> str | None:
+        """What is wrong with the norm of the gradients; `scaled`: by a GradScaler, which leaves out a step that overflows."""
+        if math.isfinite(norm) or scaled or not self._guard.finite:
+            return None
+        return f"the norm of the gradients is {norm}"
+
+
+class NormWatch:
+    """The norms of the parameters in the recent commits, and whether one stands out. The same on every rank."""
+
+    def __init__(self, guard: Guard, recent: Iterable[float] = ()) -> None:
+        self._guard = guard
+        self._recent: deque[float] = deque(recent, maxlen=WINDOW)
+
+    @property
+    def recent(self) -> list[float]:
+        """Oldest first."""
+        return list(self._recent)
+
+    def note(self, norm: float) -> None:
+        """The norm of a state that is committed."""
+        if self._guard.param_norm_spike is not None and math.isfinite(norm):
+            self._recent.append(norm)
+
+    def problem(self, norm: float) -> str | None:
+        """Why a norm, to either side, is too far from the recent ones; in robust deviations as for the loss."""
+        limit = self._guard.param_norm_spike
+        if limit is None or len(self._recent) < LEAST_NORMS:
+            return None
+        median = statistics.median(self._recent)
+        deviation = _MAD_TO_SIGMA * statistics.median(abs(each - median) for each in self._recent)
+        score = abs(norm - median) / max(deviation, _STILL * median, math.ulp(0.0))
+        if score <= limit:
+            return None
+        return (
+            f"the norm of the parameters is {norm:.6g}, {score:.1f} standard deviations from its recent median "
+            f"{median:.6g} (param_norm_spike: {limit:g})"
+        )
+
 
 def inspect(
     guard: Guard,
@@ -116,7 +159,7 @@ def inspect(
         first = parameters.get(key)
         if first is None and not key.startswith("optim."):
             continue
-        counts = guard.param_norm is not None and first is not None and first not in counted
+        counts = wants_norm(guard) and first is not None and first not in counted
         if not counts and not (guard.finite and unfit is None):
             continue
         total, bad = gently(functools.partial(_measure, staged[key]))
@@ -128,8 +171,13 @@ def inspect(
     return {"unfit": unfit, "squares": squares}
 
 
-def verdict(guard: Guard, told: Iterable[Mapping[str, Any]]) -> Rejection | None:
-    """What the ranks' words, in the order of ranks, come to; None: the state may be committed."""
+def wants_norm(guard: Guard) -> bool:
+    """Whether the norm of the parameters is looked at."""
+    return guard.param_norm is not None or guard.param_norm_spike is not None
+
+
+def verdict(guard: Guard, told: Iterable[Mapping[str, Any]], norms: NormWatch | None = None) -> Rejection | None:
+    """What the ranks' words, in the order of ranks, come to; None: the state may be committed, and `norms` has its norm."""
     squares = 0.0
     for rank, each in enumerate(told):
         if each["unfit"] is not None:
@@ -139,7 +187,10 @@ def verdict(guard: Guard, told: Iterable[Mapping[str, Any]]) -> Rejection | None
     norm = math.sqrt(squares)
     # Written so that a norm which is NaN is no smaller than anything.
     if limit is None or norm <= limit:
-        return None
+        spike = None if norms is None else norms.problem(norm)
+        if spike is None and norms is not None:
+            norms.note(norm)
+        return None if spike is None else Rejection(why=spike, rank=None)
     return Rejection(why=f"the norm of the parameters is {norm:.6g} (param_norm: {limit:g})", rank=None)
 
 

@@ -95,12 +95,14 @@ def newest(directory: str) -> tuple[str, Marker] | None:
 
 
 def load(  # noqa: D417
-    path: str, *, state: TrainState, ranks: Ranks, seed: int, marker_crc32c: str | None = None
-) -> Loaded:
+    path: str, *, state: TrainState, ranks: Ranks, seed: int, marker_crc32c: str | None = None,
+    skip_data_to: int | None = None,
+) -> Loaded:  # fmt: skip
     """Put the checkpoint at `path` back into `state`. A collective: it succeeds on every rank, or on none.
 
     Args:
         marker_crc32c: refuse a directory whose `COMMITTED` has another CRC-32C.
+        skip_data_to: pass over the data up to this position (global samples), where the loader can be put there.
 
     Raises:
         CheckpointMismatch: it was saved by a script that differs from this one. Nothing is touched.
@@ -123,6 +125,7 @@ def load(  # noqa: D417
         )  # fmt: skip
     same_world = marker.world_size == ranks.size
     layout = None
+    passed_over = _pass_over(tree, skip_data_to, state, ranks.rank)
     try:
         if tensors:
             load_tensors(
@@ -144,8 +147,26 @@ def load(  # noqa: D417
         path=path,
         marker=marker,
         position=Position(**tree["shared"]["position"]),
-        incomparable=_incomparable(tree["shared"]["incomparable"], marker, ranks.size, layout),
+        incomparable=_incomparable(tree["shared"]["incomparable"], marker, ranks.size, layout) or passed_over,
     )
+
+
+def _pass_over(tree: dict[str, Any], to: int | None, state: TrainState, rank: int) -> str | None:
+    """Move the data position in `tree` on to `to`; returns what that means for later comparisons, None: nothing was done."""
+    before = Position(**tree["shared"]["position"])
+    if to is None or to <= before.data:
+        return None
+    if not state.data.can_skip:
+        if rank == 0:
+            print(
+                "ckptd: guard.skip_data is asked for, and this loader has no set_position: the same data is trained on again",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        return None
+    batch = before.global_batch or 1
+    skipped = -(-(to - before.data) // batch) * batch
+    tree["shared"]["position"]["skipped"] = before.skipped + skipped
+    return f"the data from sample {before.data} to {before.data + skipped} was passed over at step {before.step} (guard.skip_data)"
 
 
 def _check(

@@ -6,8 +6,23 @@ import math
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 _WANTED = "step(loss=...) takes a number or a tensor of one element"
+
+
+def read_norm(value: float | torch.Tensor) -> float:
+    """A norm of the gradients as a number; waits for the GPU, and for the other ranks where it is a DTensor.
+
+    Raises:
+        TypeError: it is not a number, and not a tensor of one element.
+    """
+    try:
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"step(grad_norm=...) takes a number or a tensor of one element, not {value!r:.100}") from None
 
 
 class LastLoss:

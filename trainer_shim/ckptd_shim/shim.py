@@ -29,7 +29,7 @@ from ckptd_shim.errors import CheckpointError, SetupError, StateRejected
 from ckptd_shim.extras import dump
 from ckptd_shim.guard import LossWatch
 from ckptd_shim.interval import parse_interval
-from ckptd_shim.loss import LastLoss
+from ckptd_shim.loss import LastLoss, read_norm
 from ckptd_shim.pulse import PulseWriter, ReportWriter
 from ckptd_shim.ranks import Ranks
 from ckptd_shim.sampler import accumulation_steps
@@ -136,7 +136,9 @@ class TrainerShim:
         self._foreign = self._stop_held = False
         self._held: Job | None = None  # what belongs to a checkpoint that a framework is writing
         self._waited_s = 0.0  # for a copy, in the present step
+        self._skipped = 0  # global samples that were passed over
         self._loss = LastLoss()
+        self._gradient: float | torch.Tensor | None = None  # its norm, of the newest step
         self._loss_watch = LossWatch(self._guard)
         self._looked_at: int | None = None  # the step whose loss is known, where losses come as tensors
         self._sigterm: Sigterm | None = None
@@ -179,7 +181,7 @@ class TrainerShim:
     @property
     def epoch(self) -> int:
         """The epoch that training is in, from 0; 0 where the loader does not say."""
-        return self._state.data.epoch(self.samples_seen)
+        return self._state.data.epoch(self.samples_seen + self._skipped)
 
     @property
     def accumulation_steps(self) -> int:
@@ -215,6 +217,7 @@ class TrainerShim:
         loaded = self._load()
         if loaded is not None:
             self.global_step, self.samples_seen = loaded.position.step, loaded.position.samples
+            self._skipped = loaded.position.skipped
             self.resumed_from = loaded.path
             self._incomparable = loaded.incomparable
             before = loaded.position.global_batch
@@ -282,23 +285,36 @@ class TrainerShim:
         loaded = None
         if chosen is not None:
             path, crc = chosen
-            loaded = loading.load(path, state=self._state, ranks=self._saving, seed=self._seed, marker_crc32c=crc)
+            loaded = loading.load(
+                path, state=self._state, ranks=self._saving, seed=self._seed, marker_crc32c=crc,
+                skip_data_to=None if launch is None else launch.skip_data_to,
+            )  # fmt: skip
             sequence = max(sequence, loaded.marker.sequence)
         self._saver = Saver(
             target=target, ranks=self._saving, sequence=sequence, report=self._report, guard=self._guard,
             late=self._late,
+            norms=() if loaded is None else loaded.marker.param_norms,
         )  # fmt: skip
         return loaded
 
     # --- stepping ---------------------------------------------------------------------------------------------------
 
-    def step(self, loss: float | torch.Tensor | None = None, *, samples: int | None = None) -> bool:
+    def step(
+        self,
+        loss: float | torch.Tensor | None = None,
+        *,
+        grad_norm: float | torch.Tensor | None = None,
+        samples: int | None = None,
+    ) -> bool:
         """Say that one optimizer step is complete. True: the run is asked to stop, and all is saved.
 
         A collective about once a second; between those it costs microseconds.
 
         Args:
             loss: of this step, for the record. A tensor is looked at only now and then.
+            grad_norm: of the gradients that this step was taken with, unscaled and before clipping, as
+                `torch.nn.utils.clip_grad_norm_` returns it: one that is not finite makes the state unfit to be committed,
+                unless a GradScaler left the step out. Looked at only when there is a save.
             samples: global samples of this step, where no global batch is known.
         """
         if not self._resumed:
@@ -308,6 +324,7 @@ class TrainerShim:
         self.samples_seen += (self._global_batch or 0) if samples is None else samples
         if type(loss) is float:
             self._loss.value = loss
+        self._gradient = grad_norm
         if self._first_step is None:
             took = now - self._last_beat - self._waited_s
             if self._saver is not None:
@@ -573,6 +590,7 @@ class TrainerShim:
             epoch=self.epoch,
             seed=self._seed,
             global_batch=self._global_batch,
+            skipped=self._skipped,
         )
 
     def _capture(self) -> Any:
@@ -599,13 +617,23 @@ class TrainerShim:
             # A save waits for the GPU anyway.
             self._loss.value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         known = loss is not None or self._loss_is_of(step)
+        problem = self._loss_watch.problem(self._loss.value) if known else None
         return {
             "position": self._position(),
             "loss": self._loss.finite,
-            "loss_problem": self._loss_watch.problem(self._loss.value) if known else None,
+            "loss_problem": problem or self._gradient_problem(),
             "validation": self._validation,
             "usual": self._loss_watch.usual(),
         }
+
+    def _gradient_problem(self) -> str | None:
+        if self._gradient is None or not self._guard.finite:
+            return None
+        norm = read_norm(self._gradient)  # a save waits for the GPU anyway
+        scaler = self._state.scaler
+        enabled = getattr(scaler, "is_enabled", None)
+        scaled = scaler is not None and (enabled is None or bool(enabled()))
+        return self._loss_watch.gradient_problem(norm, scaled=scaled)
 
     def _loss_is_of(self, step: int) -> bool:
         """Whether the loss that is known is that step's own. Floats come with every step, tensors are looked at now and then."""

@@ -51,6 +51,13 @@ class Position:
     epoch: int
     seed: int
     global_batch: int | None
+    skipped: int = 0
+    """Global samples that were passed over and not trained on: the data stands so much further than the counter."""
+
+    @property
+    def data(self) -> int:
+        """Where the data stands, in global samples."""
+        return self.samples + self.skipped
 
 
 class TrainState:
@@ -265,7 +272,7 @@ class TrainState:
             self.scaler.load_state_dict(shared["scaler"][1])
         for name, each in self.extra.items():
             each.load_state_dict(join_dtensors(shared["extra"][name], tensors))
-        self.data.restore(own["loader"], position.samples)
+        self.data.restore(own["loader"], position.data)
         self.data.seed(position.seed, position.step, self.rank)
         if same_world:
             randomness.restore(own["random"], self.devices)

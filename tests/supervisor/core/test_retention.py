@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.retention import Held, Rules, plan
+from ckptd.core.retention import Held, Rules, judge, plan
 
 
 def held(sequence, **values):
@@ -158,3 +158,55 @@ def test_what_is_never_deleted(raw, rules, live_attempt, protected, random):
     shuffled = list(inventory)
     random.shuffle(shuffled)
     assert {d.path for d in plan(shuffled, rules, protected=keep, live_attempt=live_attempt)} == gone
+
+
+# --- suspects, and why each stays -------------------------------------------------------------------------------------
+
+
+def test_a_suspect_fills_no_slot_and_goes_when_it_is_no_longer_among_the_newest():
+    inventory = [held(1), held(2), held(3, suspect=True), held(4, suspect=True)]
+    assert doomed(inventory, Rules(keep_last=2)) == []
+    inventory += [held(5), held(6)]
+    assert doomed(inventory, Rules(keep_last=2)) == ["/c/1", "/c/2", "/c/3", "/c/4"]
+
+
+def test_where_only_suspects_are_newer_the_last_good_one_stays():
+    inventory = [held(1, verified=True), *(held(i, suspect=True, verified=True) for i in (2, 3, 4))]
+    assert "/c/1" not in doomed(inventory, Rules(keep_last=1))
+
+
+def test_keep_every_does_not_keep_what_the_run_went_back_from():
+    inventory = [held(1, step=100, suspect=True), held(2, step=110), held(3, step=300), held(4, step=310)]
+    assert doomed(inventory, Rules(keep_last=1, keep_every_steps=100)) == ["/c/1"]
+
+
+def test_each_is_told_why_it_stays():
+    inventory = [
+        held(1, pinned=True), held(2, in_use=True), held(3), held(4, step=100), held(5), held(6), held(7, suspect=True),
+        held(8, verified=True), held(0, path="/c/p", committed=False, attempt=9),
+    ]  # fmt: skip
+    rules = Rules(keep_last=2, keep_every_steps=100)
+    fates = judge(inventory, rules, protected={"/c/3": "attempt 2 resumed from it"}, live_attempt=9)
+    assert {fate.path: fate.why for fate in fates if not fate.doomed} == {
+        "/c/p": "attempt 9 may be writing it",
+        "/c/1": "pinned",
+        "/c/2": "in use",
+        "/c/3": "attempt 2 resumed from it",
+        "/c/4": "keep_every {steps: 100}: the first of its period",
+        "/c/6": "one of the newest 2 (keep_last)",
+        "/c/7": "not to be resumed from, kept while it is among the newest",
+        "/c/8": "the newest that is verified",
+    }
+    assert [fate.path for fate in fates if fate.doomed] == ["/c/5"]
+
+
+@given(inventories, st.data(), some_rules)
+def test_suspects_never_push_out_what_may_be_resumed_from(raw, data, rules):
+    """Whatever is suspect, the same good ones stay as if the suspects were not there."""
+    inventory = [Held(**{f: getattr(h, f) for f in h.__slots__} | {"path": f"/{i}"}) for i, h in enumerate(raw)]
+    suspect = {h.path for h in inventory if h.committed and data.draw(st.booleans())}
+    marked = [Held(**{f: getattr(h, f) for f in h.__slots__} | {"suspect": h.path in suspect}) for h in inventory]
+    kept = {f.path for f in judge(marked, rules) if not f.doomed}
+    alone = {f.path for f in judge([h for h in marked if h.path not in suspect], rules) if not f.doomed}
+    assert {path for path in alone if path not in suspect} <= kept
+    assert {f.path for f in judge(marked, rules)} == {h.path for h in inventory}, "each has a fate"
