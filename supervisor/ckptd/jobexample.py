@@ -51,7 +51,7 @@ restart:
   # grow: at_checkpoint        # or never: when to take up devices that came back
 
 # hang: {enabled: true, factor: 10, floor: 30s, startup: 15m}
-# guard: {finite: true, loss_spike: null, param_norm: null, on_reject: skip, rollback_after: 3}
+# guard: {finite: true, loss_spike: null, param_norm: null, param_norm_spike: null, on_reject: skip, rollback_after: 3, skip_data: false}
 # health: {interval: 30s, command: null}    # a command that prints the indices of unhealthy devices
 # drill: {every: null, tier: null, tolerance: 0.1}    # restore a checkpoint for trial so often
 # logs: {max_size: 100MiB, keep: 2, keep_attempts: 50}   # of what workers print
