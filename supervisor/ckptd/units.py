@@ -64,6 +64,15 @@ def format_duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}ms"
 
 
+def format_size(value: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
 def shortened(value: object, limit: int = 60) -> str:
     """`repr` of a value, cut where an error message would drown in it."""
     text = repr(value)

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptd_shim import background, contract, guard
+from ckptd_shim import background, contract, guard, room
 from ckptd_shim.adopting import adopt
 from ckptd_shim.contract import FileDigest, Guard, Marker, Report
 from ckptd_shim.digest import crc32c_bytes
 from ckptd_shim.extras import Packer
 from ckptd_shim.guard import NormWatch
 from ckptd_shim.slowdown import Slowdown
-from ckptd_shim.staging import Stager
+from ckptd_shim.staging import Stager, local
 from ckptd_shim.writing import (
     TensorWriter,
     check_plan,
@@ -111,6 +111,7 @@ class Saver:
         guard: which states are fit to be committed; the same on every rank.
         late: the caller calls `release` before every step of an optimizer, so the state may be copied until then.
         norms: of the parameters in the recent commits, oldest first; the same on every rank.
+        newest: marker of the checkpoint that was resumed from.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Saver:
         guard: Guard | None = None,
         late: bool = False,
         norms: Sequence[float] = (),
+        newest: Marker | None = None,
     ) -> None:
         self.target = target
         self.sequence = sequence
@@ -130,6 +132,7 @@ class Saver:
         self._report = report
         self._guard = guard or Guard()
         self._norms = NormWatch(self._guard, norms)
+        self._footprint = None if newest is None else _footprint(newest.files)
         self._stager = Stager(rank=ranks.rank)
         self._gently = background.Gently(name="ckptd-gentle")
         self._writer = TensorWriter(rank=ranks.rank, group=ranks.group, durable=target.durable, gently=self._gently)
@@ -151,11 +154,40 @@ class Saver:
         self._pinning = threading.Lock()
         self._thread = background.start(self._work, name="ckptd-saver")
 
+    def lacks_room(self, what: str) -> str | None:
+        """Rank 0: what is missing on disk for the next save, None: nothing, as far as is known. Its size is that of the
+        newest checkpoint, or of the state before the first.
+        """
+        if self._footprint is None:
+            return None
+        size, files = self._footprint
+        return room.shortage(self.target.save_dir, size=size, files=files, what=what)
+
+    def report_failed(self, step: int, error: str, number: int | None) -> None:
+        """Rank 0: report a save that was not begun."""
+        path = os.path.join(self.target.save_dir, contract.checkpoint_dirname(step, self.target.attempt))
+        self._report.write(
+            Report.SAVE_FAILED, step=step, path=path, tier=self.target.tier, stall_s=0.0, left=False, error=error,
+            errno=number,
+        )  # fmt: skip
+
+    def _measure(self, size: int) -> None:
+        """Before the first save, in the saver's thread: how large it will be on all ranks together."""
+        total = sum(each["size"] for each in self._ranks.exchange({"size": size}))
+        if self._footprint is None:
+            self._footprint = total, 2 * self._ranks.size + 3
+
     def prepare(self, snapshot: Snapshot) -> None:
         """Allocate the buffers that `snapshot` needs, in the background, so that the first save does not have to."""
         shapes = self._stager.shapes(snapshot)
         self.wait()
-        self._submit(lambda: self._writer.learn(self._stager.warm(shapes, self._gently)))
+        size = sum(t.numel() * t.element_size() for t in map(local, self._stager.wanted(snapshot).values()))
+
+        def prepare() -> None:
+            self._writer.learn(self._stager.warm(shapes, self._gently))
+            self._measure(size)
+
+        self._submit(prepare)
 
     def save(
         self,
@@ -506,7 +538,8 @@ class Saver:
         upload_s = time.monotonic() - job.begun
         with open(name, "rb") as file:
             crc = crc32c_bytes(file.read())
-        total = sum(each.size for each in files)
+        self._footprint = _footprint(files)
+        total, _ = self._footprint
         return {"sequence": marker.sequence, "marker_crc32c": crc, "bytes": total, "upload_s": upload_s}
 
     def _reject(self, job: Job, found: Rejection, *, stall_s: float) -> None:
@@ -538,3 +571,8 @@ class Saver:
                 left=left,
                 **problem,
             )
+
+
+def _footprint(files: list[FileDigest]) -> tuple[int, int]:
+    """(bytes, number of files) of a checkpoint on disk, marker and signature included."""
+    return sum(each.size for each in files), len(files) + 2

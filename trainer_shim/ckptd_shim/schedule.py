@@ -213,6 +213,8 @@ class Schedule:
         interval_steps: steps between saves; None: not by steps. With both None there are saves on request only.
         clock: monotonic seconds.
         on_ignored: told once, on rank 0, why a control file was ignored.
+        may_save: asked on rank 0 with the step and the request (0: none) before a save that does not end training: False
+            puts it off, and it is asked again about a second later.
     """
 
     def __init__(
@@ -227,6 +229,7 @@ class Schedule:
         interval_steps: int | None,
         clock: Callable[[], float] = time.monotonic,
         on_ignored: Callable[[str], None] | None = None,
+        may_save: Callable[[int, int], bool] | None = None,
     ) -> None:
         check_intervals(interval_s, interval_steps)
         if world_size > 1 and group is None:
@@ -236,6 +239,7 @@ class Schedule:
         self._interval_s = interval_s
         self._interval_steps = interval_steps
         self._clock = clock
+        self._may_save = may_save
         self._control = ControlReader(control_path if rank == 0 else None, attempt, on_ignored)
         self._times = StepTimes()
         self._requested = self._served = 0
@@ -332,6 +336,8 @@ class Schedule:
         reason = 3 if self._stop else 2 if request else 1 if due else 0
         if reason:
             gap = self._gap_after(0.0, 0)
+        if reason in (1, 2) and self._may_save is not None and not self._may_save(step, request):
+            reason = request = 0
         return [
             reason,
             int(self._stop),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import math
 import os
@@ -129,6 +130,7 @@ class TrainerShim:
         self._incomparable: str | None = None
         self._saver: Saver | None = None
         self._resumed = self._closed = False
+        self._no_room = False  # so it was at the last look
         self._begun_step: int | None = None  # of the newest save that was begun
         self._first_step: int | None = None
         self._step_s: float | None = None
@@ -161,6 +163,7 @@ class TrainerShim:
             interval_s=interval_s if launch is None else launch.interval_s,
             interval_steps=interval_steps if launch is None else launch.interval_steps,
             on_ignored=self._ignored,
+            may_save=self._has_room,
         )
         drill = None if launch is None else launch.drill
         self._tracer: Tracer | None = None
@@ -294,6 +297,7 @@ class TrainerShim:
             target=target, ranks=self._saving, sequence=sequence, report=self._report, guard=self._guard,
             late=self._late,
             norms=() if loaded is None else loaded.marker.param_norms,
+            newest=None if loaded is None else loaded.marker,
         )  # fmt: skip
         return loaded
 
@@ -638,6 +642,15 @@ class TrainerShim:
     def _loss_is_of(self, step: int) -> bool:
         """Whether the loss that is known is that step's own. Floats come with every step, tensors are looked at now and then."""
         return self._looked_at in (None, step)
+
+    def _has_room(self, step: int, request: int) -> bool:
+        """Rank 0, before a save: whether it would fit. One that would not is reported, and not even begun."""
+        lacking = None if self._saver is None else self._saver.lacks_room(f"the save of step {step}")
+        # Asked about once a second while it lasts: said when it begins, and to whoever asked for the save.
+        if lacking is not None and (request or not self._no_room) and self._saver is not None:
+            self._saver.report_failed(step, lacking, errno.ENOSPC)
+        self._no_room = lacking is not None
+        return lacking is None
 
     def _drain(self) -> None:
         if self._saver is not None:

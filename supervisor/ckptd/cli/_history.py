@@ -21,6 +21,7 @@ from ckptd.errors import ExitStatus
 from ckptd.ledger import Ledger
 from ckptd.node import tiers
 from ckptd.rundir import find_run
+from ckptd.units import format_size
 from ckptd_shim.digest import verify_checkpoint
 from ckptd_shim.errors import CheckpointError
 
@@ -93,7 +94,7 @@ def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
     else:
         for row in rows:
             note = "" if row["comparable"] is not False else f"; not comparable: {row['comparable_reason']}"
-            about = f"{_text.size(row['bytes'])}, {row['world_size']} workers" if row["bytes"] is not None else "-"
+            about = f"{format_size(row['bytes'])}, {row['world_size']} workers" if row["bytes"] is not None else "-"
             problem = f"; {row['problem']}" if row["problem"] else ""
             if row["pinned"]:
                 note = f"; pinned{': ' + row['label'] if row['label'] else ''}{note}"

@@ -21,7 +21,7 @@ from ckptd.errors import ExitStatus, UsageError
 from ckptd.sitelogs import importing
 from ckptd.sitelogs.reading import MAX_BYTES, Options, Parsed, Remark
 from ckptd.sitelogs.times import TimeReader, check_format, day_first
-from ckptd.units import shortened
+from ckptd.units import format_size, shortened
 
 _SHOWN: Final = 12
 """Rows that are named in a terminal; `--json` names all."""
@@ -117,7 +117,7 @@ def _content(file: str) -> bytes:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from None
     if len(data) > MAX_BYTES:
         raise UsageError(
-            f"{file} has more than {_text.size(MAX_BYTES)}; cut it in pieces and import them by one --name"
+            f"{file} has more than {format_size(MAX_BYTES)}; cut it in pieces and import them by one --name"
         )
     return data
 

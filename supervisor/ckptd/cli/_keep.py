@@ -22,6 +22,7 @@ from ckptd.node.retire import Holdings
 from ckptd.node.tiers import Found
 from ckptd.offline import OfflineRun
 from ckptd.rundir import RunDir, find_run
+from ckptd.units import format_size
 
 PATIENCE_S = 3600.0
 """The daemon answers when every byte of a checkpoint is read, or a large one deleted."""
@@ -99,7 +100,7 @@ def gc(run: str | None, as_json: bool, dry_run: bool) -> int:
         for item in items:
             print(_text.printable(_fate(item, dry_run=dry_run)))
         going = [item for item in items if item["goes" if dry_run else "gone"]]
-        size = _text.size(sum(item["bytes"] or 0 for item in going))
+        size = format_size(sum(item["bytes"] or 0 for item in going))
         print(f"{len(going)} of {len(items)} {'would go' if dry_run else 'deleted'} ({size} of committed data)")
     return ExitStatus.FAILED if problems else ExitStatus.FINISHED
 

@@ -14,7 +14,7 @@ import uuid
 
 import click
 
-from ckptd import jobhost, jobprior, jobspec
+from ckptd import jobhost, jobprior, jobspec, space
 from ckptd.cli import _text
 from ckptd.core import events
 from ckptd.core.policy import Policy
@@ -167,7 +167,7 @@ def _supervise(
     daemon.observers += [tally.apply, terminal.event]
     terminal.say(f"{spec.name}: run {run_id} in {run_dir.path}" + (f", http://{web.address}/" if web else ""))
     stale = None if no_prior is None else f"{no_prior}; the run goes on with the prior that it had"
-    for warning in (ledger.warning, jobhost.idle_devices(spec), stale):
+    for warning in (ledger.warning, jobhost.idle_devices(spec), stale, *space.notes(spec)):
         if warning:
             terminal.say(f"warning: {warning}")
     try:

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from ckptd import jobhost, jobprior, jobspec
+from ckptd import jobhost, jobprior, jobspec, space
 from ckptd.errors import ExitStatus, JobSpecError
 from ckptd.jobscalars import Steps
 from ckptd.units import format_duration
@@ -68,6 +68,5 @@ def _summary(spec: jobspec.JobSpec, prior: str | None) -> list[tuple[str, str]]:
         lines.append(("prior", prior))
     lines.append(("web", spec.web.listen or "none"))
     idle = jobhost.idle_devices(spec)
-    if idle is not None:
-        lines.append(("warning", idle))
+    lines += [("warning", text) for text in (idle, *space.notes(spec)) if text is not None]
     return lines

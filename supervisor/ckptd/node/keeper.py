@@ -36,6 +36,8 @@ class Keeper:
         self._emit = emit
         self._say = say
         self._pruning = False
+        self._tight: set[str] = set()
+        """Tiers that will be full, which was said."""
         self._verified: dict[str, bool] = {}
         """By path: whether every digest matched when this agent last looked."""
 
@@ -63,14 +65,17 @@ class Keeper:
 
     async def _prune_tier(self, tier: Tier, holdings: Holdings) -> None:
         try:
-            gone = await asyncio.to_thread(
-                retire.prune, tier, holdings, in_use=self.in_use, verified=dict(self._verified)
+            gone, tight = await asyncio.to_thread(
+                retire.prune_and_see, tier, holdings, in_use=self.in_use, verified=dict(self._verified)
             )
         except OSError as error:
             self._emit("noted", level="warning", what=f"tier {tier.name!r}: nothing was deleted: {error}")
             return
         for item in gone:
             self._deleted(item.path, item.tier, item.step, item.why)
+        if tight is not None and tier.name not in self._tight:
+            self._emit("noted", level="warning", what=tight)
+        (self._tight.discard if tight is None else self._tight.add)(tier.name)
 
     def _deleted(self, path: str, tier: str, step: int, why: str) -> None:
         log.info("deleted %s: %s", path, why)

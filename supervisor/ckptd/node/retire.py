@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from ckptd import space
 from ckptd.core import keeping, retention
 from ckptd.core.keeping import Range, name_of
 from ckptd.node import tiers
@@ -60,6 +61,8 @@ class Item:
     goes: bool
     why: str
     bytes: int | None = None
+    files: int | None = None
+    sequence: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -128,7 +131,11 @@ def _item(found: Found, *, goes: bool, why: str) -> Item:
     marker = found.marker
     what = "damaged" if found.problem else "partial" if marker is None else "committed"
     size = sum(f.size for f in marker.files) if marker is not None else None
-    return Item(path=found.path, tier=found.tier, step=found.step, what=what, goes=goes, why=why, bytes=size)
+    files = len(marker.files) if marker is not None else None
+    return Item(
+        path=found.path, tier=found.tier, step=found.step, what=what, goes=goes, why=why, bytes=size, files=files,
+        sequence=found.sequence,
+    )  # fmt: skip
 
 
 def leftovers(tier: Tier, *, in_use: InUse | None = None, sources: Iterable[str] = ()) -> list[Item]:
@@ -189,7 +196,21 @@ def prune(
     tier: Tier, holdings: Holdings, *, in_use: InUse | None = None, verified: Mapping[str, bool] | None = None
 ) -> list[Item]:
     """Delete what the tier's rules no longer keep; returns what went."""
-    return delete(tier, survey(tier, holdings, in_use=in_use, verified=verified), in_use=in_use)
+    return prune_and_see(tier, holdings, in_use=in_use, verified=verified)[0]
+
+
+def prune_and_see(
+    tier: Tier, holdings: Holdings, *, in_use: InUse | None = None, verified: Mapping[str, bool] | None = None
+) -> tuple[list[Item], str | None]:
+    """`prune`, and why the tier will be full before the rules next let something go; None: it will not."""
+    found = survey(tier, holdings, in_use=in_use, verified=verified)
+    gone = delete(tier, found, in_use=in_use)
+    left = [item for item in found if item.what == "committed" and item not in gone]
+    newest = max(left, key=lambda item: item.sequence, default=None)
+    if newest is None:
+        return gone, None
+    each = space.Footprint(bytes=newest.bytes or 0, files=(newest.files or 0) + 2)
+    return gone, space.foresee(tier.name, tier.directory, keep_last=tier.keep_last, held=len(left), each=each)
 
 
 def collect(
