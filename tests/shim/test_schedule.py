@@ -531,3 +531,41 @@ def test_ranks_at_different_steps_are_told(tmp_path):
     for rank, step in enumerate((1, 2, 1)):
         assert len(said[rank]) == 1
         assert f"this is {step}, they range from 1 to 2" in said[rank][0]["error"]
+
+
+def test_a_save_that_may_not_be_is_asked_for_again_and_one_that_ends_training_is_not_held_back(tmp_path):
+    clock, asked, allowed = [0.0], [], [False]
+    path = tmp_path / "control.json"
+
+    def may(step, request):
+        asked.append((step, request))
+        return allowed[0]
+
+    schedule = Schedule(
+        rank=0, world_size=1, group=None, attempt=1, control_path=str(path), interval_s=None, interval_steps=5,
+        clock=lambda: clock[0], may_save=may,
+    )  # fmt: skip
+    schedule.start(0)
+
+    def agree(step):
+        clock[0] = float(step)
+        return schedule.agree(step, step_s=1.0)
+
+    assert [agree(step).save for step in range(1, 8)] == [False] * 7
+    assert [step for step, _ in asked] == [5, 6, 7], "each time it is due, and not before"
+    assert not schedule.due(7)
+    assert schedule.due(8), "about a second later"
+    control = {"seq": 1, "attempt": 1, "interval_s": None, "interval_steps": 5, "save_request": 1,
+               "stop_after_save": False, "reason": "save", "issued_at": 0.0}  # fmt: skip
+    contract.Control(**control).write(path)
+    found = agree(8)
+    assert (found.save, found.save_request, asked[-1]) == (False, 0, (8, 1))
+    agree(9)
+    assert asked[-1] == (9, 0), "a request is answered once"
+    allowed[0] = True
+    assert agree(10).save
+    schedule.saved(10)
+    allowed[0] = False
+    contract.Control(**(control | {"seq": 2, "save_request": 2, "stop_after_save": True})).write(path)
+    found = agree(11)
+    assert (found.save, found.stop) == (True, True), "the last state is at least tried"

@@ -52,7 +52,7 @@ def checkpoints(tier):
 def test_a_tier_without_room_and_one_that_is_read_only_cost_saves_and_nothing_else(make_job, small_disk, reference):
     tier = small_disk(4096)
     job = make_job(
-        "--steps", "300", "--pause", "0.05", devices=1,
+        "--steps", "3000", "--pause", "0.05", devices=1,
         checkpoint={"interval": {"steps": 10}, "tiers": [{"name": "disk", "path": str(tier), "keep_last": 2}]},
     )  # fmt: skip
     job.start()
@@ -61,12 +61,20 @@ def test_a_tier_without_room_and_one_that_is_read_only_cost_saves_and_nothing_el
     filler = fill(tier)
     failed = job.wait_for(ev.SaveFailed)
     assert failed.errno == 28, failed
+    assert f"the save of step {failed.step} needs" in failed.error, "it was not even begun"
+    assert failed.stall_s == 0
     assert os.path.basename(failed.path) not in checkpoints(tier), "the partial one is gone"
     kept = [e for e in job.of(ev.SaveCommitted) if e.step < failed.step][-1]
     assert os.path.exists(os.path.join(kept.path, "COMMITTED"))
     assert "No space left" in job.ckptd("events", str(job.run_dir)).stdout
     job.wait_until(lambda: f"SAVE FAILED at step {failed.step}" in job.output(), "the terminal says so")
     assert job.status()["saves"]["failed"] >= 1
+
+    step = job.status()["step"]
+    job.wait_until(lambda: job.status()["step"] > step + 30, "training goes on")
+    assert len(job.of(ev.SaveFailed)) == 1, "said once, and not at every step"
+    asked = job.ckptd("save", str(job.run_dir))
+    assert (asked.returncode, "the save failed" in asked.stderr) == (64, True)
 
     filler.unlink()
     room = job.wait_for(ev.SaveCommitted, lambda e: e.step > failed.step)
@@ -82,7 +90,7 @@ def test_a_tier_without_room_and_one_that_is_read_only_cost_saves_and_nothing_el
     assert job.ckptd("stop", str(job.run_dir)).returncode == 0
     assert job.wait() == 75
     steps = max(job.losses())
-    assert job.losses() == {step: loss for step, loss in reference(300, world=1).items() if step <= steps}
+    assert job.losses() == {step: loss for step, loss in reference(3000, world=1).items() if step <= steps}
 
 
 def read_only(path):

@@ -150,7 +150,7 @@ def inspect(
     unfit, squares = loss_problem, 0.0
     counted: set[str] = set()
     suspects = tensors
-    if guard.param_norm is None:
+    if not wants_norm(guard):
         keys = [key for key in tensors if key in parameters or key.startswith("optim.")]
         suspects = (
             {key: tensors[key] for key in _suspects(keys, staged, gently)} if guard.finite and unfit is None else {}
