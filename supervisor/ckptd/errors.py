@@ -6,7 +6,8 @@ CkptdError (70)
 ├── RunNotFound (64)            no run of that name, or several where one was expected
 ├── RunLocked (64)              another daemon owns the run directory
 ├── LedgerError (70)            the ledger cannot be opened, or was written by a newer ckptd
-│   └── LedgerFull (70)         no room for another event: training goes on, its history has a gap
+│   ├── LedgerFull (70)         no room for another event: training goes on, its history has a gap
+│   └── LedgerDamaged (70)      its bytes make no sense: `ckptd run` sets it aside
 ├── HistoryError (64)           imported logs: the file cannot be used, or has no log of that name
 ├── DaemonUnreachable (69)      a request to a daemon that does not answer
 ├── LaunchError (69)            a node agent cannot be started
@@ -67,6 +68,14 @@ class LedgerError(CkptdError):
 
 class LedgerFull(LedgerError):
     pass
+
+
+class LedgerDamaged(LedgerError):
+    """`what`: SQLite's own words."""
+
+    def __init__(self, message: str, what: str) -> None:
+        super().__init__(message)
+        self.what = what
 
 
 class HistoryError(CkptdError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckptd.core import events
-from ckptd.errors import LedgerError, LedgerFull
+from ckptd.errors import LedgerDamaged, LedgerError, LedgerFull
 from ckptd.ledger import Ledger
 
 Level = Literal["info", "warning", "error"]
@@ -95,6 +95,19 @@ class Journal:
         if self._waiting:
             log.error("%d events could not be written to the ledger and are lost", len(self._waiting))
 
+    def _renew(self, error: LedgerDamaged) -> None:
+        try:
+            aside = self._ledger.renew()
+        except LedgerError as worse:
+            if not self._late:
+                self._late = True
+                self._tell("error", f"{worse}; training goes on, what happens is kept in memory and written later")
+            return
+        self._not_before = 0.0
+        self._tell(
+            "error", f"the ledger was damaged ({error.what}): it is now {aside}, a new one has what could be read"
+        )
+
     def _write(self) -> None:
         if time.monotonic() < self._not_before:
             return
@@ -110,6 +123,10 @@ class Journal:
                 written += 1
                 if origin is not None:
                     self._acknowledge(origin)
+        except LedgerDamaged as error:
+            self._not_before = time.monotonic() + RETRY_LOCKED_S  # should it happen again at once
+            self._renew(error)
+            return
         except LedgerError as error:
             self._not_before = time.monotonic() + (RETRY_S if isinstance(error, LedgerFull) else RETRY_LOCKED_S)
             if not self._late:

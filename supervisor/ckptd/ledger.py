@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import sqlite_utils
 
 from ckptd.core import events as ev
-from ckptd.errors import LedgerError, LedgerFull
+from ckptd.errors import LedgerDamaged, LedgerError, LedgerFull
+from ckptd.ledger_salvage import salvage, set_aside
 from ckptd.ledger_schema import APPLICATION_ID, BOOLEANS, MIGRATIONS, VERSION, VIEWS
 
 if TYPE_CHECKING:
@@ -90,6 +91,34 @@ class Ledger:
                 conn.close()
                 raise
         return cls(db, path, warning=warning)
+
+    @classmethod
+    def renewed(cls, path: str | os.PathLike[str]) -> tuple[Self, str, list[ev.Event]]:
+        """A new ledger in the place of a damaged one, with all events of that one that can be read.
+
+        Returns (the new one, where the old one is now, the events).
+
+        Raises:
+            LedgerError: the old one cannot be moved away, or the new one not be made.
+        """
+        path = os.path.abspath(path)
+        try:
+            aside = set_aside(path)
+        except OSError as error:
+            raise LedgerError(f"the damaged ledger {path} cannot be set aside: {error}") from None
+        history = salvage(aside)
+        fresh = cls.open(path)
+        fresh.append_many(history)
+        return fresh, aside, history
+
+    def renew(self) -> str:
+        """Go on in a new file, as `renewed` does, while in use. Returns where the old one is now."""
+        with self._lock:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.conn.close()
+            fresh, aside, _ = self.renewed(self.path)
+            self._db = fresh._db
+        return aside
 
     def append(self, event: ev.Event) -> int:
         """Add an event; durable on return. Returns its id.
@@ -216,7 +245,7 @@ def _explained(path: str) -> Iterator[None]:
             raise LedgerFull(f"no room for the ledger {path} ({error}): free space or raise the quota there") from error
         primary = None if code is None else code & 0xFF
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            raise LedgerError(_damaged(path, str(error))) from error
+            raise LedgerDamaged(_damaged(path, str(error)), str(error)) from error
         if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise LedgerError(f"the ledger {path} has been locked by another program for {_BUSY_S:g} s") from error
         raise LedgerError(f"the ledger {path} cannot be used: {error}") from error
@@ -224,9 +253,8 @@ def _explained(path: str) -> Iterator[None]:
 
 def _damaged(path: str, what: str) -> str:
     return (
-        f"the ledger {path} is damaged or is no ledger ({what}). Nothing was changed. Move it away together with "
-        f"{os.path.basename(path)}-wal and -shm to start a new history; the checkpoints are not affected. "
-        f"`sqlite3 {path} .recover` may save the old one"
+        f"the ledger {path} is damaged or is no ledger ({what}). Nothing was changed, and the checkpoints are not affected. "
+        "`ckptd run` sets it aside and goes on with what can be read of it"
     )
 
 
@@ -239,7 +267,7 @@ def _prepare(conn: sqlite3.Connection, path: str) -> str | None:
     """Check the file, and set it up for durable appends. Returns a warning, or None."""
     verdict = _pragma(conn, "quick_check(1)")
     if verdict != "ok":
-        raise LedgerError(_damaged(path, str(verdict)))
+        raise LedgerDamaged(_damaged(path, str(verdict)), str(verdict))
     application, version = _pragma(conn, "application_id"), _pragma(conn, "user_version")
     tables = conn.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
     if application != APPLICATION_ID and (tables or version):

@@ -268,7 +268,7 @@ except LedgerFull:
     def test_a_file_that_is_no_database(self, path, readonly):
         path.write_bytes(b"not a database, certainly " * 100)
         before = path.read_bytes()
-        with pytest.raises(LedgerError, match=r"ledger.db is damaged or is no ledger.*Move it away"):
+        with pytest.raises(LedgerError, match=r"ledger.db is damaged or is no ledger.*`ckptd run` sets it aside"):
             Ledger.open(path, readonly=readonly)
         assert path.read_bytes() == before
 

@@ -14,7 +14,7 @@ import uuid
 
 import click
 
-from ckptd import jobhost, jobprior, jobspec, space
+from ckptd import jobhost, jobprior, jobspec, rescue, space
 from ckptd.cli import _text
 from ckptd.core import events
 from ckptd.core.policy import Policy
@@ -120,7 +120,7 @@ def run(job: str, take_over: bool) -> int:
             raise
         no_prior = error
     run_dir.create()
-    with run_dir.acquire_lock(take_over=take_over), Ledger.open(run_dir.ledger_path) as ledger:
+    with run_dir.acquire_lock(take_over=take_over), rescue.opened(run_dir, spec) as ledger:
         return _supervise(spec, run_dir, ledger, notifier, no_prior)
 
 
