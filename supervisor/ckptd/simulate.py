@@ -54,6 +54,9 @@ NODE = "all"
 class Follower(Protocol):
     """A policy that is told what happens, as the daemon is."""
 
+    stages: bool
+    """Whether it makes anything of `SaveStaged`: half of all events."""
+
     def tell(self, event: events.Event) -> None:
         """This happened, and is to be learnt from."""
 
@@ -67,6 +70,8 @@ class Production:
     It derives the interval after the same events as `core/picture.py` does, and moves it when that pays. State machine and
     account are left out, since they have no say in the interval: years take seconds.
     """
+
+    stages = False
 
     def __init__(self, policy: Policy, devices: int) -> None:
         self._policy = policy
@@ -91,6 +96,8 @@ class Production:
 
 class Oracle:
     """Knows C, and M at each moment: the optimum for exponential failures (R and U do not move it)."""
+
+    stages = False
 
     def __init__(self, trace: Trace, job: Job) -> None:
         self._from = [start for start, _ in trace.mtbf_s]
@@ -140,14 +147,15 @@ def follow(trace: Trace, job: Job, policy: Policy, follower: Follower) -> Outcom
             saves += 1
             saving += job.stall_s
             newest = {"step": step, "attempt": attempt}
-            tell(events.SaveStaged(t=done, attempt=attempt, step=step, stall_s=job.stall_s))
+            if follower.stages:
+                tell(events.SaveStaged(t=done, attempt=attempt, step=step, stall_s=job.stall_s))
             tell(events.SaveCommitted(t=t, attempt=attempt, step=step, stall_s=job.stall_s, upload_s=job.upload_s))
             since = done
         end = min(failure, trace.horizon_s)
         saving += min(max(end - begin, 0.0), job.stall_s)
         if failure >= trace.horizon_s:
             break
-        if done <= failure:
+        if done <= failure and follower.stages:
             step += 1
             tell(events.SaveStaged(t=done, attempt=attempt, step=step, stall_s=job.stall_s))
         rework += min(begin, end) - since + max(end - done, 0.0)

@@ -74,9 +74,12 @@ def compare(
     intervals: dict[str, float | None] = {"ckptd": None}
     mtbf_s = traces[0].mtbf_s[0][1]
     if oracle:
-        outcomes["oracle"] = [follow(trace, job, policy, Oracle(trace, job)) for trace in traces]
-        steady = all(len(trace.mtbf_s) == 1 for trace in traces)
-        intervals["oracle"] = best_interval(mtbf_s, job) if steady else None
+        if all(len(trace.mtbf_s) == 1 for trace in traces):  # the oracle never moves
+            intervals["oracle"] = best = best_interval(mtbf_s, job)
+            outcomes["oracle"] = [fixed(trace, job, best) for trace in traces]
+        else:
+            intervals["oracle"] = None
+            outcomes["oracle"] = [follow(trace, job, policy, Oracle(trace, job)) for trace in traces]
     best_s = hindsight(traces, job)
     choices = {"best fixed": best_s, "fixed": fixed_s}
     if vendor_mtbf_s is not None:

@@ -24,6 +24,8 @@ JOB = Job(devices=16_384, stall_s=60.0, restart_s=600.0, upload_s=90.0)
 
 
 class Every:
+    stages = False
+
     def __init__(self, seconds):
         self.seconds = seconds
 
@@ -36,6 +38,8 @@ class Every:
 
 class Whole:
     """All that the daemon makes of its events: the picture, its decisions recorded."""
+
+    stages = True
 
     def __init__(self):
         self.picture = picture.Picture()
