@@ -14,6 +14,7 @@ import yaml
 
 from ckptd import cli, doctor, jobspec
 from ckptd.core import events
+from ckptd.doctor import job, machine
 from ckptd.hostfacts import Filesystem
 from ckptd.ledger import Ledger
 from ckptd.rundir import RunDir
@@ -93,7 +94,7 @@ def test_devices(tmp_path):
     assert (finding.level, "1 of 3 devices will be idle" in finding.what) == ("warn", True)
     path = make(tmp_path, health={"command": ["echo", "1"]})
     assert [f.what for f in found(path, "devices")] == ["2 CPU workers", "unhealthy devices: [1]"]
-    if not doctor.health._nvml_devices():
+    if not job.health._nvml_devices():
         (finding,) = found(make(tmp_path, cluster={}), "devices")
         assert finding.level == "fail"
         assert "no GPU was found" in finding.what
@@ -101,7 +102,7 @@ def test_devices(tmp_path):
 
 def test_an_old_or_absent_torch_fails():
     def levels(**versions):
-        return [f.level for f in doctor._judge_python({"python": "3.11.7", "ckptd": doctor.__version__, **versions})]
+        return [f.level for f in job._judge_python({"python": "3.11.7", "ckptd": job.__version__, **versions})]
 
     assert levels(torch="2.13.0+cpu") == ["ok"]
     assert levels(torch="2.10.0a0+git") == ["ok"]
@@ -136,16 +137,16 @@ def test_a_run_directory_in_memory_and_checkpoints_only_there(tmp_path):
 )
 def test_room_for_the_checkpoints_that_are_to_be_kept(size, free, total, level):
     place = Filesystem(kind="tmpfs", mountpoint="/m", size=total, free=free, free_files=None)
-    (finding,) = doctor._room("tier m", "/m", place, jobspec.Tier(name="m", path="/m", keep_last=3), size)
+    (finding,) = job._room("tier m", "/m", place, jobspec.Tier(name="m", path="/m", keep_last=3), size)
     assert finding.level == level, finding
 
 
 def test_the_size_of_a_checkpoint_is_known_from_the_newest(tmp_path):
     path = make(tmp_path)
-    assert doctor.checkpoint_size(jobspec.load(path)) is None
+    assert job.checkpoint_size(jobspec.load(path)) is None
     committed(path, 10)
     committed(path, 20)
-    assert doctor.checkpoint_size(jobspec.load(path)) == 20
+    assert job.checkpoint_size(jobspec.load(path)) == 20
     (finding,) = found(path, "tier disk")
     assert "a checkpoint has 20 B" in finding.what
 
@@ -153,7 +154,7 @@ def test_the_size_of_a_checkpoint_is_known_from_the_newest(tmp_path):
 def test_a_network_file_system_is_no_place_for_the_ledger(tmp_path, monkeypatch):
     """None can be mounted here: what the kernel would say is put in its place."""
     monkeypatch.setattr(
-        doctor.hostfacts, "filesystem",
+        job.hostfacts, "filesystem",
         lambda _path: Filesystem(kind="nfs4", mountpoint="/home", size=GIB, free=GIB, free_files=None),
     )  # fmt: skip
     (finding,) = found(make(tmp_path), "run directory")
@@ -177,7 +178,7 @@ def test_a_check_that_breaks_is_told_and_the_others_are_made(tmp_path, monkeypat
         raise ZeroDivisionError("oh")
         yield
 
-    monkeypatch.setattr(doctor, "_clock", broken)
+    monkeypatch.setattr(machine, "clock", broken)
     findings = list(doctor.examine(jobspec.load(make(tmp_path))))
     assert [f.what for f in findings if f.check == "clock"] == ["cannot be looked at: ZeroDivisionError: oh"]
     assert [f.level for f in findings if f.check == "port"] == ["ok"]

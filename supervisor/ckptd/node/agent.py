@@ -90,7 +90,7 @@ class Agent:
         self._control_seq = 0
         self._warmth: warm.Warmth | None = None
         self._kernel = KernelLog()
-        self._log_paths: list[str] = []
+        self._logs = logs.LogKeeper(run_dir, f"agent-{node}.log")
         self._ended: set[int] = set()
         """Attempts whose end was told: a stop that crossed that news on the way needs no other answer."""
         self._stuck: list[processes.Process] = []
@@ -150,7 +150,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.settings is not None:  # what was printed since the last look
-            logs.trim_all(self._log_paths, self.settings.logs)
+            self._logs.look(self.settings.logs)
         for task in done:
             if task is not stopped:
                 task.result()
@@ -406,32 +406,13 @@ class Agent:
             before = dead
 
     async def _mind_logs(self) -> None:
-        """Cut the logs of workers that write too much, and its own; forget those of attempts long past."""
-        seen = 0
-        told: set[str] = set()
         while True:
             await asyncio.sleep(logs.LOOK_INTERVAL_S)
-            attempt = self.attempt
-            if self.settings is None or attempt is None:
-                if self.settings is not None and self._log_paths:  # what the last attempt printed at its end
-                    await asyncio.to_thread(logs.trim_all, self._log_paths, self.settings.logs)
-                continue
-            rules = self.settings.logs
-            names = [name(rank) for rank in attempt.ranks for name in (contract.stdout_name, contract.stderr_name)]
-            self._log_paths = [os.path.join(attempt.directory, name) for name in names]
-            self._log_paths.append(os.path.join(self.run_dir, f"agent-{self.node}.log"))
-            for path, what in (await asyncio.to_thread(logs.trim_all, self._log_paths, rules)).items():
-                if path not in told:
-                    told.add(path)
-                    lost = (
-                        f"{what} bytes of it were thrown away" if isinstance(what, int) else f"it cannot be cut: {what}"
-                    )
-                    self._link.event("noted", level="warning", what=f"{path} grows too fast (logs.max_size): {lost}")
-            if attempt.number != seen:
-                seen = attempt.number
-                told.clear()
-                directory = os.path.join(self.run_dir, "attempts")
-                await asyncio.to_thread(logs.forget_attempts, directory, rules, in_use={seen})
+            if self.attempt is not None:
+                self._logs.begin(self.attempt.number, self.attempt.directory, self.attempt.ranks)
+            if self.settings is not None:
+                for warning in await asyncio.to_thread(self._logs.look, self.settings.logs):
+                    self._link.event("noted", level="warning", what=warning)
 
     async def _watch_health(self) -> None:
         while True:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptd.node.reports import tail_of
+from ckptd_shim import contract
 
 LOOK_INTERVAL_S: Final = 0.25
 """A rank that writes a gigabyte a second gets ahead by a quarter of one."""
@@ -104,6 +105,39 @@ def trim_all(paths: Iterable[str], rules: Rules) -> dict[str, int | str]:
             if left_out:
                 told[path] = left_out
     return told
+
+
+class LogKeeper:
+    """Looks after the logs of one node: those of the newest attempt and the agent's own. Used by one thread at a time."""
+
+    def __init__(self, run_dir: str, agent_log: str) -> None:
+        self._attempts = os.path.join(run_dir, "attempts")
+        self._agent_log = os.path.join(run_dir, agent_log)
+        self._paths: list[str] = []
+        self._number = 0
+        self._forgotten = 0
+        self._told: set[str] = set()
+
+    def begin(self, number: int, directory: str, ranks: Iterable[int]) -> None:
+        """From now on look after this attempt, whose `ranks` are on this node. Told again, it changes nothing."""
+        if number != self._number:
+            names = (contract.stdout_name, contract.stderr_name)
+            self._paths = [os.path.join(directory, name(rank)) for rank in ranks for name in names]
+            self._number = number
+
+    def look(self, rules: Rules) -> list[str]:
+        """Cut what is too large, also after the attempt has ended; what a person should know, each thing once."""
+        found = trim_all([*self._paths, self._agent_log], rules)
+        if self._forgotten != self._number:
+            self._forgotten = self._number
+            forget_attempts(self._attempts, rules, in_use={self._number})
+        new = [path for path in found if path not in self._told]
+        self._told.update(new)
+        return [f"{path} grows too fast (logs.max_size): {_how_much(found[path])}" for path in new]
+
+
+def _how_much(found: int | str) -> str:
+    return f"{found} bytes of it were thrown away" if isinstance(found, int) else f"it cannot be cut: {found}"
 
 
 def tail(path: str, size: int = 4096) -> str:
