@@ -83,7 +83,7 @@ def test_every_line_is_in_one_piece_or_the_next(tmp_path):
         process.kill()
         process.wait()
     pieces = sorted(tmp_path.iterdir(), key=lambda p: -int(p.suffix[1:]) if p.suffix != ".err" else 0)
-    told = [int(n) for piece in pieces for n in re.findall(r"^line (\d+)$", piece.read_text(), re.MULTILINE)]
+    told = [int(n) for piece in pieces for n in re.findall(r"^line (\d+)\n", piece.read_text(), re.MULTILINE)]
     assert told == sorted(set(told))
     assert len(pieces) > 1
     # A line that is written between the last look at the end and the cut is lost.
