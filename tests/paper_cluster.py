@@ -14,11 +14,12 @@ from typing import Any
 
 from ckptd.core import events as ev
 from ckptd.core import picture
-from ckptd.core.decisions import Ask, Command, Launch, Record, Steer, Stop
+from ckptd.core.decisions import Ask, Command, Launch, OpenStore, Record, Steer, Stop
 from ckptd.core.policy import Policy
 from ckptd.core.run import LIVE, Status
 
 MAX_RECORDS = 10
+FENCE_S, HEARTBEAT_S = 20.0, 30.0
 
 
 @dataclass
@@ -53,6 +54,15 @@ class Machine:
     """The attempt that the agent carries; None with `processes`: they are orphans of an agent before it."""
     ordered: int | None = None
     """An attempt that the agent is told to launch and has not launched yet."""
+    opening: int | None = None
+    """An attempt whose store the agent is told to open."""
+    store: int | None = None
+    """The attempt whose store it keeps open."""
+    span: tuple[str, ...] = ()
+    """All nodes of the attempt that it carries."""
+    cut_t: float | None = None
+    """Since when no network leads to it; its agent and its workers know nothing of that."""
+    for_good: bool = False
     stop: int | None = None
     over: set[int | None] = field(default_factory=set)
     """Attempts whose end this agent has told."""
@@ -65,8 +75,8 @@ class Machine:
 class World:
     """One run in it, driven by `moves`."""
 
-    def __init__(self, policy: Policy, nodes: dict[str, int]) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, nodes: dict[str, int], *, remote: bool = False) -> None:
+        self.policy = dataclasses.replace(policy, nodes=tuple(nodes)) if remote else policy
         self.t = 0.0
         self.machines = {name: Machine(name, list(range(devices))) for name, devices in nodes.items()}
         self.disk: list[Commit] = []
@@ -119,10 +129,11 @@ class World:
             self._order(command)
 
     def _order(self, command: Command) -> None:
-        if not isinstance(command, Ask | Launch | Stop):
+        if not isinstance(command, Ask | OpenStore | Launch | Stop):
             return
         machine = self.machines[command.node]
-        key = (command.node, command.what) if isinstance(command, Ask) else dataclasses.astuple(command)
+        key = (command.node, command.what) if isinstance(command, Ask) else (
+            type(command), *dataclasses.astuple(command))  # fmt: skip
         if not machine.connected or key in machine.said:
             return
         machine.said.add(key)
@@ -130,7 +141,12 @@ class World:
             case Ask(what=what, avoid=avoid):
                 machine.questions.add(what)
                 machine.avoid = avoid
+            case OpenStore(attempt=attempt):
+                assert machine is self._first
+                machine.opening = attempt
             case Launch(attempt=attempt):
+                if len(self.state.placement) > 1:
+                    assert self._first.store == attempt, "the workers would have nowhere to meet"
                 assert machine.processes is None, f"{command} while attempt {machine.processes} lives there"
                 machine.ordered = attempt
             case Stop(attempt=attempt):
@@ -140,11 +156,11 @@ class World:
         if isinstance(event, ev.AttemptLaunched):
             self._check_launch(event)
         if isinstance(event, ev.RunEnded):
-            alive = {m.name: m.processes for m in self.machines.values() if m.processes is not None}
+            alive = self._able_to_train()
             assert not alive, f"the run is called over while attempts live: {alive}"
 
     def _check_launch(self, event: ev.AttemptLaunched) -> None:
-        alive = {m.name: m.processes for m in self.machines.values() if m.processes is not None}
+        alive = self._able_to_train()
         assert not alive, f"attempt {event.attempt} is launched beside {alive}"
         assert event.attempt == self.state.attempt + 1
         whole = [c for c in self.disk if c.whole]
@@ -162,6 +178,19 @@ class World:
         assert self.launched_since_progress <= self.policy.max_without_progress + self._free_launches()
         self.closing = False
         self.phase, self.step = 0, (event.resume or {}).get("step", 0)
+
+    def _able_to_train(self) -> dict[str, int]:
+        """Attempts that live, and on which node: but not what cannot train without the others, and is known to be there."""
+        known = self.state.nodes
+        return {
+            m.name: m.processes
+            for m in self.machines.values()
+            if m.processes is not None and (self._moves(m) or known[m.name].unclean != m.processes)
+        }
+
+    def _moves(self, m: Machine) -> bool:
+        """Whether every node of its attempt still carries it."""
+        return all(self.machines[name].processes == m.processes for name in m.span)
 
     @staticmethod
     def _newest(whole, avoid):
@@ -208,12 +237,17 @@ class World:
 
     def moves_of(self, m: Machine) -> list[str]:
         """What a node may do next, by the names of methods."""
+        reachable = self.daemon and m.cut_t is None
         if not m.agent:
-            return ["start_agent"] if self.daemon else []
-        names = ["dial"] if self.daemon and not m.connected else []
+            return ["start_agent"] if reachable else []
+        names = ["dial"] if reachable and not m.connected else []
+        if m.cut_t is not None and not m.for_good:
+            names.append("rejoin")
         names += [f"answer_{what}" for what in sorted(m.questions)]
         if m.stop is not None:
             names.append("obey_stop")
+        elif m.opening is not None:
+            names.append("open_store")
         elif m.ordered is not None:
             names.append("launch")
         elif m.carried is not None:
@@ -224,9 +258,12 @@ class World:
         """What may go wrong on a node now."""
         if not m.agent:
             return []
-        names = ["kill_agent"]
+        # One that dies where nobody can see it, beside workers that nobody can reach, is a fault that is not survived.
+        names = ["kill_agent"] if m.cut_t is None else []
         if m.connected:
             names += ["drop", "sicken"]
+        if self.policy.nodes and m.cut_t is None:
+            names += ["cut", "vanish"]
         if m.stop is None and m.ordered is not None:
             names.append("fail_launch")
         if m.stop is None and m.carried is not None:
@@ -275,6 +312,18 @@ class World:
     def drop(self, m: Machine) -> None:
         self._hang_up(m)
 
+    def cut(self, m: Machine) -> None:
+        """The network to a node fails: that is noticed by nobody, at first."""
+        self._hang_up(m)
+        m.cut_t = self.t
+
+    def vanish(self, m: Machine) -> None:
+        self.cut(m)
+        m.for_good = True
+
+    def rejoin(self, m: Machine) -> None:
+        m.cut_t = None
+
     def start_agent(self, m: Machine) -> None:
         self.agents += 1
         m.agent = self.agents
@@ -293,6 +342,7 @@ class World:
     def kill_agent(self, m: Machine) -> None:
         """Its workers live on. The daemon notices a death, since it looks for the process."""
         m.agent, m.carried, m.ordered, m.stop, m.spool, m.over = 0, None, None, None, [], set()
+        m.opening = m.store = None
         self._hang_up(m)
         if self.daemon:
             self.tell(ev.AgentLost(t=self.t, node=m.name, why="killed"))
@@ -328,7 +378,12 @@ class World:
             )
         )  # fmt: skip
 
+    def open_store(self, m: Machine) -> None:
+        m.store, m.opening = m.opening, None
+        self._emit(m, ev.StoreOpened(t=self.t, attempt=m.store, node=m.name, host=m.name, port=1))
+
     def launch(self, m: Machine) -> None:
+        m.span = tuple(self.state.placement) if m.ordered == self.state.attempt else (m.name,)
         assert m.processes is None, f"attempt {m.ordered} is launched beside {m.processes}"
         m.processes = m.carried = m.ordered
         m.ordered = None
@@ -341,6 +396,7 @@ class World:
 
     def obey_stop(self, m: Machine) -> None:
         attempt, m.stop = m.stop, None
+        m.opening = None
         if attempt in m.over:
             return  # the order and the news that it is over have crossed
         assert m.processes in (None, attempt), f"told to stop {attempt}, here is {m.processes}"
@@ -421,11 +477,34 @@ class World:
 
     def pass_time(self, seconds: float = 40.0) -> None:
         self.t += seconds
+        for m in self.machines.values():
+            if m.cut_t is None or self.t - m.cut_t < FENCE_S:
+                continue
+            self._fence(m)
+            known = self.state.nodes.get(m.name)
+            if self.t - m.cut_t >= HEARTBEAT_S and (known is None or known.gone_t is None):
+                self.tell(ev.NodeLost(t=self.t, node=m.name, why="no word", silent_s=HEARTBEAT_S))
+                self.act()
         self.act()
+
+    def _fence(self, m: Machine) -> None:
+        """What an agent does that has not reached the daemon for a while."""
+        m.opening = m.ordered = None
+        if m.carried is None or m.cut_t is None:
+            return
+        lone = len(m.span) < 2
+        if lone or not self._moves(m) or self.t - m.cut_t >= self.policy.orphan_timeout_s:
+            attempt = m.carried
+            self._emit(m, ev.FailureDetected(t=self.t, detected_t=self.t, attempt=attempt, node=m.name, lost="node",
+                                             step=self.step))  # fmt: skip
+            self._gone(m, attempt, [{"rank": 0, "exitcode": -9, "killed_by_us": True}])
 
     def run_again(self) -> None:
         """`ckptd run` on a run that had ended."""
         self.kill_daemon()
         for m in self.machines.values():
             m.agent, m.carried, m.ordered, m.stop, m.spool, m.over = 0, None, None, None, [], set()
+            m.opening = m.store = None
+            if m.cut_t is not None:  # by the time that somebody comes back to it
+                m.cut_t, m.processes = None, None
         self.start_daemon()

@@ -45,25 +45,26 @@ class Session:
     silent_s: float = 0.0
 
 
-class Agents:
-    """The agents of one run. `happened` records an event, `now` is the run's clock."""
+class Sessions:
+    """The connections to the agents of one run's nodes."""
 
-    def __init__(
-        self, *, launcher: Launcher, run_id: str, happened: Callable[[events.Event], None], now: Callable[[], float]
-    ) -> None:
-        self._launcher = launcher
+    def __init__(self, *, nodes: list[str], run_id: str) -> None:
+        self._nodes = nodes
         self._run_id = run_id
-        self._happened = happened
-        self._now = now
         self._sessions: dict[str, Session] = {}
-        self._lost_contact: dict[str, float] = {}
-        self._starts: dict[str, int] = {}
-        self._turned = time.monotonic()
         self.stop_patience_s = STOP_PATIENCE_S
-        self._stopping_s = 0.0
-        self._kills: dict[str, int] = {}
 
-    # --- connections ---
+    def python(self, node: str) -> str | None:  # noqa: ARG002
+        """The interpreter of a node, where it has one of its own."""
+        return None
+
+    def mind(self, state: RunState) -> None:
+        """Start agents that are not there, and notice those that are gone."""
+        raise NotImplementedError
+
+    async def dismiss(self) -> None:
+        """Have every agent leave."""
+        raise NotImplementedError
 
     def session(self, node: str) -> Session | None:
         """The connection of a node's agent."""
@@ -86,9 +87,6 @@ class Agents:
         self._sessions[node] = session
         if previous is not None:
             await previous.channel.close()
-        self._lost_contact.pop(node, None)
-        self._starts[node] = 0
-        self._kills[node] = 0
         return session
 
     def _refuse(self, hello: Message, node: str) -> str | None:
@@ -96,7 +94,7 @@ class Agents:
             return f"protocol {hello.get('protocol')}, this daemon speaks {link.PROTOCOL}"
         if hello.get("run_id") != self._run_id:
             return f"this is run {self._run_id}, not {hello.get('run_id')}"
-        if node not in self._launcher.nodes():
+        if node not in self._nodes:
             return f"node {node!r} is not part of this run"
         return None
 
@@ -105,7 +103,6 @@ class Agents:
         if self._sessions.get(session.node) is not session:
             return False
         del self._sessions[session.node]
-        self._lost_contact[session.node] = time.monotonic()
         return True
 
     def say(self, node: str, key: tuple[Any, ...], message: Message) -> None:
@@ -120,7 +117,36 @@ class Agents:
         """Let a message be said again."""
         session.said.discard(key)
 
-    # --- lives ---
+
+class Agents(Sessions):
+    """The agents of a run on this machine. `happened` records an event, `now` is the run's clock."""
+
+    def __init__(
+        self, *, launcher: Launcher, run_id: str, happened: Callable[[events.Event], None], now: Callable[[], float]
+    ) -> None:
+        super().__init__(nodes=launcher.nodes(), run_id=run_id)
+        self._launcher = launcher
+        self._happened = happened
+        self._now = now
+        self._lost_contact: dict[str, float] = {}
+        self._starts: dict[str, int] = {}
+        self._turned = time.monotonic()
+        self._stopping_s = 0.0
+        self._kills: dict[str, int] = {}
+
+    async def admit(self, channel: Channel, hello: Message) -> Session | None:
+        session = await super().admit(channel, hello)
+        if session is not None:
+            self._lost_contact.pop(session.node, None)
+            self._starts[session.node] = 0
+            self._kills[session.node] = 0
+        return session
+
+    def left(self, session: Session) -> bool:
+        present = super().left(session)
+        if present:
+            self._lost_contact[session.node] = time.monotonic()
+        return present
 
     def mind(self, state: RunState) -> None:
         """Start agents that are not there, and notice those that died."""
@@ -129,7 +155,7 @@ class Agents:
         now = time.monotonic()
         passed, self._turned = min(now - self._turned, LONGEST_TURN_S), now
         self._stopping_s = self._stopping_s + passed if state.status is Status.STOPPING else 0.0
-        for node in self._launcher.nodes():
+        for node in self._nodes:
             session = self._sessions.get(node)
             if session is not None:
                 session.silent_s += passed

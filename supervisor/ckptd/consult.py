@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ckptd.agents import Agents
+from ckptd.agents import Sessions
 from ckptd.link import Message
 
 PATIENCE_S = 3600.0
@@ -15,7 +15,7 @@ PATIENCE_S = 3600.0
 class Consultations:
     """Questions that wait for their answers."""
 
-    def __init__(self, agents: Agents) -> None:
+    def __init__(self, agents: Sessions) -> None:
         self._agents = agents
         self._token = 0
         self._waiting: dict[int, tuple[Any, asyncio.Future[Message]]] = {}

@@ -15,20 +15,23 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ckptd import __version__, link, orders, status
-from ckptd.agents import Agents, Session
+from ckptd.agents import Agents, Session, Sessions
 from ckptd.clock import RunClock, clocked_by
 from ckptd.consult import Consultations
 from ckptd.core import events, picture
-from ckptd.core.decisions import Ask, Command, Launch, Record, Rehearse, Steer, Stop, next_deadline
+from ckptd.core.decisions import Ask, Command, Launch, OpenStore, Record, Rehearse, Steer, Stop, next_deadline
+from ckptd.core.devices import node_identity
 from ckptd.core.hang import Limits
 from ckptd.core.run import LIVE, Status
+from ckptd.door import Door
 from ckptd.errors import ExitStatus
+from ckptd.fleet import Fleet
 from ckptd.jobspec import JobSpec
 from ckptd.journal import Journal, Origin
-from ckptd.launchers.base import Launcher
+from ckptd.launchers.base import Launcher, RemoteLauncher
 from ckptd.ledger import Ledger
 from ckptd.link import Channel, Message
 from ckptd.node.tiers import marker_key
@@ -43,6 +46,8 @@ from ckptd_shim import contract
 
 log = logging.getLogger(__name__)
 
+NOTHING_LIVES = (Status.STARTING, Status.ENDED)
+"""States in which a command that refuses to go on leaves no worker without a daemon."""
 TICK_S = 1.0
 ASK_AGAIN_S = 2.0
 MAX_MARKERS = 1000
@@ -61,9 +66,11 @@ class Daemon:
     """Supervises one run from start to end."""
 
     def __init__(
-        self, *, spec: JobSpec, run_dir: RunDir, run_id: str, ledger: Ledger, launcher: Launcher, socket_path: str,
-        drill: contract.Drill | contract.RestoreDrill | None = None, notifier: Notifier | None = None,
+        self, *, spec: JobSpec, run_dir: RunDir, run_id: str, ledger: Ledger, launcher: Launcher | RemoteLauncher,
+        socket_path: str, door: Door | None = None, drill: contract.Drill | contract.RestoreDrill | None = None,
+        notifier: Notifier | None = None,
     ) -> None:  # fmt: skip
+        """`door`: where agents on other machines dial, with a launcher that starts them there."""
         self.spec = spec
         self.run_dir = run_dir
         self.run_id = run_id
@@ -72,6 +79,7 @@ class Daemon:
         self._ledger = ledger
         self._journal = Journal(ledger, acknowledge=self._acknowledge, tell=self._note)
         self._socket_path = socket_path
+        self._door = door
         self._drill = drill
         self._notifier = notifier or Notifier()
         self._detaching = False
@@ -89,7 +97,15 @@ class Daemon:
         self._turned = time.monotonic()
         self.web_address: str | None = None
         self._replay()
-        self.agents = Agents(launcher=launcher, run_id=run_id, happened=self.happened, now=self.clock.now)
+        self.agents: Sessions
+        if door is None:
+            local = cast("Launcher", launcher)
+            self.agents = Agents(launcher=local, run_id=run_id, happened=self.happened, now=self.clock.now)
+        else:
+            self.agents = Fleet(
+                launcher=cast("RemoteLauncher", launcher), run_id=run_id, happened=self.happened, now=self.clock.now,
+                heartbeat_s=spec.cluster.heartbeat_timeout, adopting=self.picture.run.status not in NOTHING_LIVES,
+            )  # fmt: skip
         self.agents.stop_patience_s += spec.restart.stop_grace
         self._rehearsal = Rehearsal(run_dir=str(run_dir.path), done=self.happened, now=self.clock.now)
         self._held: dict[str, float] = {}
@@ -147,14 +163,17 @@ class Daemon:
 
     async def run(self) -> int:
         """Supervise until the run is over, or this daemon is asked to leave it alone; returns the exit status."""
-        server = await link.listen(self._socket_path, self._serve)
+        servers = [await link.listen(self._socket_path, self._serve)]
         os.chmod(self._socket_path, 0o600)
+        if self._door is not None:
+            servers.append(await link.listen_tcp(self._door.sock, self._door.secret, self._serve))
         self._handle_signals()
         try:
             self.happened(
                 events.DaemonStarted(
                     t=self.clock.now(), policy=self.spec.policy(self.run_id).to_dict(), pid=os.getpid(),
                     host=socket.gethostname(), version=__version__, boot_id=boot_id(), mono=time.monotonic(),
+                    epoch=self._door.epoch if self._door is not None else 0,
                 )
             )  # fmt: skip
             self._notifier.ready()
@@ -165,7 +184,8 @@ class Daemon:
                 await self.agents.dismiss()
             self._journal.close()
         finally:
-            server.close()
+            for server in servers:
+                server.close()
             if self._home.gone():  # what was written since is no run
                 contract.unlink_quietly(str(self.run_dir.control_path))
                 with contextlib.suppress(OSError):
@@ -228,8 +248,13 @@ class Daemon:
                 if what == "inventory":
                     question |= {"markers": dict(self._markers), "avoid": list(avoid), "suspects": list(suspects)}
                 self.agents.say(node, ("ask", what), question)
+            case OpenStore(node=node, attempt=attempt):
+                self.agents.say(node, ("store", attempt), {"type": "store", "attempt": attempt})
             case Launch(node=node, attempt=attempt):
-                order = orders.launch(self.spec, self.run_dir, self.run_id, self.picture, node, drill=self._drill)
+                order = orders.launch(
+                    self.spec, self.run_dir, self.run_id, self.picture, node, drill=self._drill,
+                    python=self._python(node),
+                )  # fmt: skip
                 self.agents.say(node, ("launch", attempt), order)
             case Rehearse(tier=tier):
                 self._rehearsal.start(tier)
@@ -238,6 +263,10 @@ class Daemon:
                 self.agents.say(node, ("stop", attempt), order)
             case _:
                 pass
+
+    def _python(self, node: str) -> str | None:
+        """The interpreter of a node's workers, where job.yaml has none for all and the host one of its own."""
+        return self.agents.python(node) if self.spec.python is None else None
 
     def _look_at_home(self) -> None:
         """Whether the run directory is still there: without it nobody can reach this run, and a second one may begin."""
@@ -329,7 +358,7 @@ class Daemon:
             raise link.LinkError(f"nothing was said for {HELLO_PATIENCE_S:g} s") from None
         if first is None:
             return
-        if first["type"] == "request":
+        if first["type"] == "request" and not channel.remote:
             answer = await self._upkeep.answer(first) if self._upkeep.answers(first) else self._answer(first)
             channel.send(answer)
             await channel.flush()
@@ -393,6 +422,8 @@ class Daemon:
     def _drain(self, asked: str, *, drained: bool) -> Message:
         """Take devices out of use or give them back: one by index, `node:index` or identity, or a whole node by name."""
         named = self.picture.run.book.named(asked)
+        if not named and asked in self.picture.run.policy.nodes:
+            named = [node_identity(asked)]  # a node that has not dialled in yet
         if not named:
             known = ", ".join(self.picture.run.book.names()) or "none yet"
             return {"type": "refused", "why": f"no device or node is called {asked!r}; there are: {known}"}
@@ -407,13 +438,14 @@ class Daemon:
         if session is None:
             return
         acknowledged = self._journal.acknowledged(session.node, session.agent_id)
-        settings = orders.settings(self.spec, len(hello.get("devices", [])))
-        channel.send({"type": "welcome", "settings": settings, "acknowledged": acknowledged})
+        settings = orders.settings(self.spec, len(hello.get("devices", [])), python=self._python(session.node))
+        epoch = self._door.epoch if self._door is not None else 0
+        channel.send({"type": "welcome", "settings": settings, "acknowledged": acknowledged, "epoch": epoch})
         self._control = None  # whatever it says now, say it to this agent
         self.happened(
             events.AgentConnected(
                 t=self.clock.now(), node=session.node, pid=int(hello.get("pid", 0)), devices=list(hello.get("devices", [])),
-                running=hello.get("running"),
+                running=hello.get("running"), address=str(hello.get("address", "")),
             )
         )  # fmt: skip
         try:
@@ -427,6 +459,8 @@ class Daemon:
     def _from_agent(self, session: Session, message: Message) -> None:
         session.silent_s = 0.0
         if message["type"] == "live":
+            if self._door is not None:  # the agent has to know that it was heard, or it ends what it carries
+                session.channel.send({"type": "heard", "mono": message.get("mono", 0.0)})
             if message.get("attempt") == self.picture.run.attempt:
                 self._watch.hear(message)
                 self._look_at_ranks()
@@ -468,6 +502,8 @@ class Daemon:
         data = dict(message["data"])
         if "detected_age_s" in data:
             data["detected_t"] = t + float(data.pop("detected_age_s"))
+        for found in data.get("exits", []) if message["kind"] == "attempt_ended" else []:
+            found["t"] = t + float(found.get("t", 0.0))  # told relative to the event, since clocks differ
         if message["kind"] == "requested":
             data |= {"exit_status": ExitStatus.REQUEUE, "timeout_s": orders.drain_timeout(self.picture.estimate)}
         return events.from_parts(
@@ -496,7 +532,9 @@ class Daemon:
     # --- what the daemon does by itself ---
 
     def _prune(self) -> None:
-        for session in self.agents.sessions():
+        # All nodes see the same tier: one of them is enough, and two would be in each other's way.
+        first = self.agents.session(orders.node_of_rank_zero(self.picture.run) or "")
+        for session in [first] if first is not None else self.agents.sessions()[:1]:
             session.channel.send({"type": "prune", "holdings": self.holdings()})
 
     def holdings(self) -> Message:

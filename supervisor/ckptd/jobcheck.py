@@ -204,10 +204,14 @@ def _about_devices(spec: JobSpec) -> Iterator[_Finding]:
     def at(*names: str) -> list[Key]:
         return [("cluster", name) for name in names]
 
-    if c.launcher != "local":
-        yield _Finding(f"launcher {c.launcher!r} is not available yet; this version has 'local' only", at("launcher"))
+    if c.launcher == "slurm":
+        yield _Finding("launcher 'slurm' is not available yet; this version has 'local' and 'ssh'", at("launcher"))
     if c.hosts and c.launcher != "ssh":
         yield _Finding("only the ssh launcher takes hosts", at("hosts", "launcher"))
+    if c.launcher == "ssh":
+        yield from _about_hosts(spec)
+    elif c.listen is not None and c.launcher == "local":
+        yield _Finding("the local launcher has no other machine that could dial", at("listen", "launcher"))
     if c.spares and c.launcher == "local":
         yield _Finding("the local launcher has one node, none to spare", at("spares", "launcher"))
     if c.max_devices is not None and c.max_devices < c.min_devices:
@@ -224,6 +228,45 @@ def _about_devices(spec: JobSpec) -> Iterator[_Finding]:
         if c.devices_per_node < least:
             message = f"{c.devices_per_node} on one node is less than the {least} that a world needs"
             yield _Finding(message, at("devices_per_node", "min_devices", "multiple_of", "launcher"))
+
+
+FENCE_MARGIN_S: Final = 5.0
+"""From an agent's ending what it carries to its node's being lost: for the ending itself, and clocks that drift."""
+
+
+def _about_hosts(spec: JobSpec) -> Iterator[_Finding]:
+    c = spec.cluster
+    hosts: Key = ("cluster", "hosts")
+    if not c.hosts:
+        yield _Finding("the ssh launcher needs them: `hosts: [h1, h2]`", [hosts, ("cluster", "launcher")])
+    seen: dict[str, int] = {}
+    for i, host in enumerate(c.hosts):
+        if host.host in seen:
+            yield _Finding(f"hosts[{seen[host.host]}] is {host.host!r} too", [(*hosts, i)])
+        seen.setdefault(host.host, i)
+    if c.spares and c.spares >= len(c.hosts) > 0:
+        message = f"{c.spares} of {len(c.hosts)} hosts leaves none to train on"
+        yield _Finding(message, [("cluster", "spares"), hosts])
+    if c.fence_timeout > c.heartbeat_timeout - FENCE_MARGIN_S:
+        message = (
+            f"{format_duration(c.fence_timeout)} is not {FENCE_MARGIN_S:g}s below heartbeat_timeout, "
+            f"{format_duration(c.heartbeat_timeout)}: a node must have ended what it carries before it counts as lost"
+        )
+        yield _Finding(message, [("cluster", "fence_timeout"), ("cluster", "heartbeat_timeout")])
+    known = [host.devices or c.devices_per_node for host in c.hosts]
+    if c.hosts and all(isinstance(count, int) for count in known):
+        total = sum(sorted((int(count) for count in known), reverse=True)[: max(1, len(known) - c.spares)])
+        least = max(c.min_devices, c.multiple_of)
+        if total < least:
+            message = f"{total} devices on all hosts{' but the spares' if c.spares else ''} are less than the {least} that a world needs"
+            yield _Finding(message, [("cluster", "min_devices"), hosts, ("cluster", "multiple_of")])
+    tiers = spec.checkpoint.tiers
+    if len(c.hosts) > 1 and tiers and not tiers[0].shared:
+        yield _Finding(
+            "every node must see the same files here, as on a network file system: say `shared: true` if they do. "
+            "A tier that each node has for itself is not available in this version",
+            [("checkpoint", "tiers", 0, "shared"), ("checkpoint", "tiers", 0), hosts],
+        )
 
 
 def _about_batch(spec: JobSpec) -> Iterator[_Finding]:
@@ -319,7 +362,10 @@ def _about_files(spec: JobSpec) -> Iterator[_Finding]:
     workdir = spec.workdir_path
     command, where = ("command",), ("workdir",)
     first = spec.command[0]
-    if not os.path.isdir(workdir):
+    here = spec.cluster.launcher == "local"  # elsewhere these files are those of other machines
+    if not here:
+        pass
+    elif not os.path.isdir(workdir):
         yield _Finding(f"there is no directory {workdir}", [where])
     elif spec.script_path is not None and first and first[0] != "-" and not os.path.isfile(spec.script_path):
         yield _Finding(f"there is no script {spec.script_path}", [command, where])
@@ -331,7 +377,7 @@ def _about_files(spec: JobSpec) -> Iterator[_Finding]:
         yield _Finding(f"begins with {shortened(first)}; it needs a script, or -m and a module", [command])
     if spec.run_dir is not None and os.path.realpath(spec.run_dir_path) == os.path.realpath(spec.base_path):
         yield _Finding("the run directory cannot be the one that holds job.yaml; name one of its own", [("run_dir",)])
-    if spec.python is not None and (problem := interpreter_problem(spec)) is not None:
+    if here and spec.python is not None and (problem := interpreter_problem(spec)) is not None:
         yield _Finding(problem, [("python",), ("env",)])
     for name in spec.env:
         if not name or "=" in name:
@@ -340,5 +386,5 @@ def _about_files(spec: JobSpec) -> Iterator[_Finding]:
         program = spec.health.command[0] if spec.health.command else ""
         if not program:
             yield _Finding("is empty; it needs a program, or null", [("health", "command")])
-        elif shutil.which(workdir / program if "/" in program else program) is None:
+        elif here and shutil.which(workdir / program if "/" in program else program) is None:
             yield _Finding(f"there is no program {shortened(program)}", [("health", "command"), where])

@@ -26,6 +26,12 @@ cluster:
   # multiple_of: 1             # the model-parallel size: a world is a multiple of it
   # wait_for_devices: 1h       # then give up with exit status 69
   # orphan_timeout: 1h         # how long workers go on while the daemon is away
+  # On several machines, with `launcher: ssh` (docs/multi-node.md):
+  # hosts: []                  # such as [h1, {host: h2, python: /opt/venv/bin/python, devices: 4}]
+  # spares: 0                  # so many of them are kept idle, to step in for a broken one
+  # listen: null               # host:port that they dial; null: an address that reaches them, any free port
+  # heartbeat_timeout: 30s     # silent for so long, a node is lost
+  # fence_timeout: 20s         # out of touch for so long, an agent ends what it carries; at least 5s below
 
 # The global batch stays the same on any number of devices: the world has to divide it, and ckptd tells the script how
 # many micro-batches to accumulate. Leave it out if the script sees to its batches itself.

@@ -26,12 +26,24 @@ class Steps:
     steps: int
 
 
+@dataclass(frozen=True)
+class Host:
+    """An entry of `cluster.hosts`: a name as ssh takes it, and where that machine differs from the others."""
+
+    host: str
+    python: str | None = None
+    """Interpreter of agent and workers there."""
+    devices: int | None = None
+    """How many devices it has, in place of `devices_per_node`."""
+
+
 _WORDS: Final = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _INT: Final = re.compile(r"[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)")
 _FLOAT: Final = re.compile(r"[-+]?(0|[1-9][0-9]*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 _OCTAL: Final = re.compile(r"[-+]?0[0-9_]+(\.[0-9]*)?|[-+]?0[xXoObB][0-9a-fA-F_]+")
 _BASE60: Final = re.compile(r"[0-9]+(:[0-9]+)+(\.[0-9]*)?")
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_HOST: Final = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9._@:%\[\]-]{0,252}")
 _LISTEN: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]*):([0-9]{1,5})")
 
 
@@ -171,6 +183,34 @@ def read_auto_or_count(value: Any) -> Any:
     if count < 1:
         raise ValueError("must be at least 1, or auto")
     return count
+
+
+def read_host(value: Any) -> Host:
+    """`h1`, or `{host: h1, python: /opt/venv/bin/python, devices: 4}`."""
+    if isinstance(value, Host):
+        return value
+    if not isinstance(value, dict):
+        return Host(host=_host_name(value))
+    unknown = set(value) - {"host", "python", "devices"}
+    if unknown:
+        raise ValueError(f"unknown key {shortened(min(map(str, unknown)))}; a host has: host, python, devices")
+    if "host" not in value:
+        raise ValueError("a host needs its name: {host: h1, python: /opt/venv/bin/python, devices: 4}")
+    python, devices = value.get("python"), value.get("devices")
+    count = None if devices is None else read_whole_number(devices)
+    if count is not None and count < 1:
+        raise ValueError("devices must be at least 1")
+    return Host(host=_host_name(value["host"]), python=None if python is None else read_path(python), devices=count)
+
+
+def _host_name(value: Any) -> str:
+    name = read_text(value)
+    # ssh would take a name that begins with a dash for an option.
+    if not _HOST.fullmatch(name):
+        raise ValueError(
+            f"{shortened(name)} cannot be a host; write a name or an address as ssh takes it, user@ included"
+        )
+    return name
 
 
 def optional(read: Any) -> Any:

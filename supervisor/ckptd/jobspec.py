@@ -25,6 +25,7 @@ from ckptd.jobscalars import (
     Bool,
     Count,
     Duration,
+    Host,
     Name,
     PathText,
     Positive,
@@ -33,6 +34,7 @@ from ckptd.jobscalars import (
     check_keep_last,
     optional,
     read_auto_or_count,
+    read_host,
     read_interval,
     read_listen,
     read_number,
@@ -56,8 +58,14 @@ class Cluster(_Model):
 
     launcher: Annotated[Literal["local", "ssh", "slurm"], BeforeValidator(read_text)] = "local"
     """How a node agent is started."""
-    hosts: list[Text] = []
-    """Host names, for the ssh launcher only."""
+    hosts: list[Annotated[Host, PlainValidator(read_host)]] = []
+    """The machines that the ssh launcher starts agents on, in the order in which they take ranks."""
+    listen: Annotated[str, BeforeValidator(read_listen)] | None = None
+    """`host:port` that agents on other machines dial; null: an address that reaches them, on a free port."""
+    heartbeat_timeout: Positive = 30.0
+    """A node that has said nothing for so long is lost. Seconds. Not for the local launcher."""
+    fence_timeout: Positive = 20.0
+    """An agent that has not reached the daemon for so long ends a lone attempt. Seconds. Not for the local launcher."""
     devices_per_node: Annotated[Literal["auto"] | int, PlainValidator(read_auto_or_count)] = "auto"
     """`auto`: the GPUs found; a number where there are none (CPU slots)."""
     min_devices: Count = 1
@@ -324,6 +332,9 @@ class JobSpec(_Model):
             global_batch=self.batch.global_batch if self.batch else None,
             micro_batch=self.batch.micro_batch if self.batch else None,
             wait_for_devices_s=self.cluster.wait_for_devices,
+            nodes=tuple(host.host for host in self.cluster.hosts) if self.cluster.launcher == "ssh" else (),
+            spares=self.cluster.spares,
+            orphan_timeout_s=self.cluster.orphan_timeout,
             interval_s=interval if isinstance(interval, float) else None,
             interval_steps=interval.steps if isinstance(interval, Steps) else None,
             min_interval_s=self.checkpoint.min_interval,

@@ -12,15 +12,16 @@ A connection begins with one line that says who dials: an agent's `hello`, or a 
                       consult {token, what, ...}                        what a command line wants to know or have done
     command line      request {what, ...}  ->  one line of answer
 
+    daemon -> agent   heard {mono}                        the answer to each `live` of an agent that may be fenced
+
 Times travel as ages (`age_s`: how long ago, by the sender's monotonic clock), so clocks need not agree.
-Over the UNIX socket in the run directory the file system's permissions say who may dial.
+Over the UNIX socket in the run directory the file system's permissions say who may dial. Over TCP both ends prove that
+they know the run's secret before anything else is said (see `auth`), and only agents may dial.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 import socket
 import time
@@ -28,111 +29,126 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ckptd import auth
 from ckptd.errors import DaemonUnreachable
+from ckptd.wire import MAX_LINE, PROTOCOL, Channel, LinkError, Message, decode, encode
 
-PROTOCOL = 1
-MAX_LINE = 4 * 1024 * 1024
-"""A longer line ends the connection: nothing that we send is near it."""
-CLOSE_PATIENCE_S = 2.0
+__all__ = ["MAX_LINE", "PROTOCOL", "AgentLink", "Channel", "LinkError", "Message", "ask_daemon", "decode", "encode"]
+
 REDIAL_S = 0.2
 MAX_REDIAL_S = 5.0
+DIAL_TIMEOUT_S = 10.0
+"""A host that does not answer at all is given so long, and tried again."""
+PROOF_PATIENCE_S = 5.0
+"""What a stranger has in all to prove that it knows the secret."""
+MAX_STRANGERS = 64
+"""Connections without a proof; a new one pushes the oldest out."""
+COMPLAIN_EVERY_S = 60.0
 
-Message = dict[str, Any]
+Address = str | tuple[str, int]
+"""Path of a UNIX socket, or host and port."""
+Serve = Callable[[Channel], Awaitable[None]]
+
 log = logging.getLogger(__name__)
 
 
-class LinkError(Exception):
-    """The other end sent what is no message of this protocol; the connection is useless."""
-
-
-def encode(message: Message) -> bytes:
-    """One line of JSON."""
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-def decode(line: bytes) -> Message:
-    """A message out of one line. Raises LinkError."""
-    try:
-        message = json.loads(line)
-    except ValueError as error:
-        raise LinkError(f"not JSON: {error}") from None
-    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise LinkError("not an object with a type")
-    return message
-
-
-class Channel:
-    """One connection that carries messages, either end."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    async def receive(self) -> Message | None:
-        """The next message, None when the other end is gone. Raises LinkError."""
-        try:
-            line = await self._reader.readline()
-        except ValueError:
-            raise LinkError(f"a line of more than {MAX_LINE} bytes") from None
-        except OSError:
-            return None
-        if not line.endswith(b"\n"):
-            return None
-        return decode(line)
-
-    def send(self, message: Message) -> None:
-        """Queue a message; a dead connection swallows it, `receive` will say so."""
-        if not self._writer.is_closing():
-            self._writer.write(encode(message))
-
-    async def flush(self) -> None:
-        """Wait until the other end has taken what was sent, but not for ever."""
-        with contextlib.suppress(OSError, TimeoutError):
-            await asyncio.wait_for(self._writer.drain(), CLOSE_PATIENCE_S)
-
-    async def close(self) -> None:
-        """Close, after what was sent has left; an end that takes nothing more is cut off."""
-        self._writer.close()
-        try:
-            await asyncio.wait_for(self._writer.wait_closed(), CLOSE_PATIENCE_S)
-        except (OSError, TimeoutError):
-            pass
-        finally:
-            self._writer.transport.abort()  # does nothing to a transport that is closed
-
-
-async def listen(path: str, serve: Callable[[Channel], Awaitable[None]]) -> asyncio.Server:
+async def listen(path: str, serve: Serve) -> asyncio.Server:
     """Listen on a UNIX socket, replacing a stale one at the same path (the caller holds the run's lock)."""
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(reader, writer)
-        try:
-            await serve(channel)
-        except LinkError as error:
-            log.warning("a connection was closed: %s", error)
-        except Exception:
-            log.exception("serving a connection failed")
-        except asyncio.CancelledError:
-            pass  # the daemon ends; asyncio would print a traceback for each connection that is still there
-        finally:
-            await channel.close()
+        await _serve(Channel(reader, writer), serve)
 
-    return await asyncio.start_unix_server(accept, path, limit=MAX_LINE)
+    return await asyncio.start_unix_server(accept, path)
+
+
+async def listen_tcp(sock: socket.socket, secret: bytes, serve: Serve) -> asyncio.Server:
+    """Listen for agents of other machines on a bound socket; `serve` meets only those that proved the secret."""
+    door = _Door(secret)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = Channel(reader, writer)
+        channel.remote = True
+        await _serve(channel, serve, door)
+
+    return await asyncio.start_server(accept, sock=sock, backlog=1024)
+
+
+async def _serve(channel: Channel, serve: Serve, door: _Door | None = None) -> None:
+    try:
+        if door is None or await door.admit(channel):
+            await serve(channel)
+    except LinkError as error:
+        if door is not None:
+            door.complain(channel, str(error))
+        else:
+            log.warning("a connection was closed: %s", error)
+    except Exception:
+        log.exception("serving a connection failed")
+    except asyncio.CancelledError:
+        pass  # the daemon ends; asyncio would print a traceback for each connection that is still there
+    finally:
+        await channel.close()
+
+
+class _Door:
+    """Strangers that dialled and have not proved themselves yet: a bounded number, for a bounded time."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._strangers: dict[Channel, None] = {}
+        self._complaints = 0
+        self._next_complaint = 0.0
+
+    async def admit(self, channel: Channel) -> bool:
+        """Whether the other end proved that it knows the secret. Raises LinkError where that is worth a word."""
+        while len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.abort()
+        self._strangers[channel] = None
+        try:
+            async with asyncio.timeout(PROOF_PATIENCE_S):
+                await auth.demand_proof(channel, self._secret)
+        except TimeoutError:
+            raise LinkError(f"did not prove itself within {PROOF_PATIENCE_S:g} s") from None
+        finally:
+            self._strangers.pop(channel, None)
+        channel.limit = MAX_LINE
+        return True
+
+    def complain(self, channel: Channel, why: str) -> None:
+        """Say why a connection was closed, at most once a minute: whoever knocks must not fill the log."""
+        self._complaints += 1
+        now = time.monotonic()
+        if now < self._next_complaint:
+            return
+        self._next_complaint = now + COMPLAIN_EVERY_S
+        others = f" ({self._complaints} in the last minute)" if self._complaints > 1 else ""
+        self._complaints = 0
+        log.warning("a connection from %s was closed: it %s%s", channel.peer(), why, others)
 
 
 class AgentLink:
     """The agent's end: dials, redials, and keeps every event until the daemon's ledger has it."""
 
     def __init__(
-        self, path: str, *, hello: Callable[[], Message], on_order: Callable[[Message], Awaitable[None]]
-    ) -> None:
-        self._path = path
+        self, where: Address | Callable[[], Address], *, hello: Callable[[], Message],
+        on_order: Callable[[Message], Awaitable[None]], secret: bytes | None = None,
+    ) -> None:  # fmt: skip
+        self._where = where
         self._hello = hello
         self._on_order = on_order
+        self._secret = secret
         self._spool: deque[tuple[int, float, Message]] = deque()
         self._seq = 0
         self._channel: Channel | None = None
         self.last_contact = time.monotonic()
+        self.heard_at = time.monotonic()
+        """The newest moment, by this clock, of which it is known that the daemon heard from here after it."""
+        self.epoch = 0
+        """How often the run was taken over, as far as is known here: a daemon of an earlier epoch is not obeyed."""
+        self.address = ""
+        """This end's address in the connection to the daemon, empty over a UNIX socket."""
 
     @property
     def connected(self) -> bool:
@@ -168,18 +184,19 @@ class AgentLink:
         delay = REDIAL_S
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(self._path, limit=MAX_LINE)
-            except OSError:
+                channel = await self._dial()
+            except (OSError, TimeoutError):
                 await asyncio.sleep(delay)
                 delay = min(MAX_REDIAL_S, delay * 1.5)
                 continue
-            channel = Channel(reader, writer)
             try:
                 if await self._greet(channel):
                     delay = REDIAL_S
                     await self._serve(channel)
             except LinkError as error:
-                log.warning("daemon sent what cannot be read: %s", error)
+                log.warning("what answered cannot be understood: %s", error)
+            except TimeoutError:
+                log.warning("the daemon took the call and said nothing")
             finally:
                 if self._channel is not None:
                     # A daemon that had nothing to say for hours was there all the same.
@@ -189,14 +206,38 @@ class AgentLink:
             await asyncio.sleep(delay)
             delay = min(MAX_REDIAL_S, delay * 1.5)
 
+    async def _dial(self) -> Channel:
+        where = self._where() if callable(self._where) else self._where
+        if isinstance(where, str):
+            reader, writer = await asyncio.open_unix_connection(where)
+        else:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(*where)
+        return Channel(reader, writer)
+
     async def _greet(self, channel: Channel) -> bool:
-        channel.send({"type": "hello", "protocol": PROTOCOL, **self._hello()})
-        answer = await channel.receive()
+        begun = time.monotonic()
+        address = channel.local_address()
+        hello = {"type": "hello", "protocol": PROTOCOL, "address": address, **self._hello()}
+        if self._secret is None:
+            channel.send(hello)
+            answer = await channel.receive()
+        else:
+            async with asyncio.timeout(2 * DIAL_TIMEOUT_S):
+                await auth.give_proof(channel, self._secret, hello)
+                answer = await channel.receive()
         if answer is None:
+            if self._secret is not None:
+                log.error("the daemon closed the connection: it has another secret, or is not this run's")
             return False
         if answer["type"] != "welcome":
             log.error("refused by the daemon: %s", answer.get("why"))
             return False
+        epoch = int(answer.get("epoch", 0))
+        if epoch < self.epoch:
+            log.error("the run was taken over from the daemon that answers (epoch %d, not %d)", epoch, self.epoch)
+            return False
+        self.epoch, self.address, self.heard_at = epoch, address, begun
         self._acknowledge(int(answer.get("acknowledged", 0)))
         await self._on_order(answer)
         return True
@@ -209,6 +250,8 @@ class AgentLink:
             self.last_contact = time.monotonic()
             if message["type"] == "ack":
                 self._acknowledge(int(message["seq"]))
+            elif message["type"] == "heard":
+                self.heard_at = max(self.heard_at, float(message["mono"]))
             else:
                 await self._on_order(message)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,8 +19,17 @@ from ckptd_shim.contract import ENV_DRILL, Drill, RestoreDrill
 MIN_DRAIN_S = 120.0
 
 
-def settings(spec: JobSpec, devices: int = 0) -> Message:
-    """What an agent of a node with so many devices needs to know as soon as it dials in."""
+FEW_NODES = 200
+"""More nodes than these speak less often each, so that the daemon hears about as much in all."""
+LIVE_INTERVAL_S = 0.5
+LONGEST_LIVE_INTERVAL_S = 5.0
+
+
+def settings(spec: JobSpec, devices: int = 0, *, python: str | None = None) -> Message:
+    """What an agent of a node with so many devices needs to know as soon as it dials in.
+
+    `python`: interpreter of the workers there, if it is another one than job.yaml's for all.
+    """
     script = spec.script_path
     return {
         "tiers": [_tier(spec, tier) for tier in spec.checkpoint.tiers],
@@ -29,9 +37,12 @@ def settings(spec: JobSpec, devices: int = 0) -> Message:
         "health_interval_s": spec.health.interval,
         "stop_grace_s": spec.restart.stop_grace,
         "orphan_timeout_s": spec.cluster.orphan_timeout,
+        "fence_timeout_s": spec.cluster.fence_timeout if remote(spec) else None,
+        "live_interval_s": _live_interval(spec),
         "warm": {
-            "python": spec.python_path,
-            "env": _environment(spec, devices),
+            "python": python or spec.python_path,
+            "defaults": _defaults(spec, devices),
+            "env": dict(spec.env),
             "cwd": str(spec.workdir_path),
             "path": str(script.parent) if script is not None else str(spec.workdir_path),
             "preload": list(spec.restart.preload),
@@ -40,6 +51,17 @@ def settings(spec: JobSpec, devices: int = 0) -> Message:
         else None,
         "logs": spec.logs.model_dump(),
     }
+
+
+def remote(spec: JobSpec) -> bool:
+    """Whether agents are on other machines than the daemon."""
+    return spec.cluster.launcher != "local"
+
+
+def _live_interval(spec: JobSpec) -> float:
+    # Well within the timeouts, whatever they are: a few messages may be late before anybody is fenced or lost.
+    slow = LIVE_INTERVAL_S * max(1.0, len(spec.cluster.hosts) / FEW_NODES)
+    return min(slow, LONGEST_LIVE_INTERVAL_S, max(LIVE_INTERVAL_S, spec.cluster.fence_timeout / 4))
 
 
 def _tier(spec: JobSpec, tier: Tier) -> dict[str, Any]:
@@ -80,15 +102,10 @@ def node_of_rank_zero(state: RunState) -> str | None:
 
 
 def launch(
-    spec: JobSpec,
-    run_dir: RunDir,
-    run_id: str,
-    picture: Picture,
-    node: str,
-    *,
-    drill: Drill | RestoreDrill | None = None,
-) -> Message:
-    """The order to launch the live attempt's workers on `node`."""
+    spec: JobSpec, run_dir: RunDir, run_id: str, picture: Picture, node: str, *,
+    drill: Drill | RestoreDrill | None = None, python: str | None = None,
+) -> Message:  # fmt: skip
+    """The order to launch the live attempt's workers on `node`, with its own interpreter where it has one."""
     state = picture.run
     nodes = list(state.placement)
     node_rank = nodes.index(node)
@@ -99,14 +116,17 @@ def launch(
     resume = state.resume
     return {
         "type": "launch",
-        "host": "127.0.0.1",
+        # Where the workers meet. A node alone opens its store itself, and nobody else needs to reach it.
+        "host": state.store[0] if state.store is not None else "127.0.0.1",
+        "port": state.store[1] if state.store is not None else None,
+        "world_size": state.world_size,
         "node_rank": node_rank,
         "nodes": len(nodes),
         "ranks": list(range(first_rank, first_rank + len(devices))),
         "devices": devices,
-        "argv": [spec.python_path, "-u", "-m", "ckptd_shim.launch", "--", *spec.command],
-        "env": _environment(spec, len(state.nodes[node].devices))
-        | ({ENV_DRILL: "1"} if isinstance(drill, RestoreDrill) else {}),
+        "argv": [python or spec.python_path, "-u", "-m", "ckptd_shim.launch", "--", *spec.command],
+        "defaults": _defaults(spec, len(state.nodes[node].devices)),
+        "env": dict(spec.env) | ({ENV_DRILL: "1"} if isinstance(drill, RestoreDrill) else {}),
         "context": {
             "run_id": run_id,
             "run_name": spec.name,
@@ -143,18 +163,19 @@ def _skip_to(state: RunState) -> int | None:
     return back.skip_to if back is not None and resume is not None and resume["path"] == back.path else None
 
 
-def _environment(spec: JobSpec, devices: int) -> dict[str, str]:
-    """Variables that every worker should have, under what job.yaml and the daemon's own environment say."""
+def _defaults(spec: JobSpec, devices: int) -> dict[str, str]:
+    """Variables that every worker should have, under what job.yaml and the node's own environment say."""
     defaults = {
         "PYTHONUNBUFFERED": "1",
         # Sets and dicts of strings iterate alike on every rank and after every restart.
         "PYTHONHASHSEED": "0",
-        # A single machine talks to itself: gloo need not guess an address from the host's name.
-        "GLOO_SOCKET_IFNAME": "lo",
     }
+    if not remote(spec):
+        # A single machine talks to itself: gloo need not guess an address from the host's name.
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
     if devices > 1:
         defaults["OMP_NUM_THREADS"] = "1"  # as torchrun does, so that workers do not fight for cores
-    return {key: value for key, value in defaults.items() if key not in os.environ} | dict(spec.env)
+    return defaults
 
 
 def drain_timeout(estimate: Estimate) -> float:

@@ -142,6 +142,16 @@ class RunDir:
         return self.path / "lock"
 
     @property
+    def secret_path(self) -> Path:
+        """What agents on other machines have to know; for nobody else to read."""
+        return self.path / "secret"
+
+    @property
+    def listen_path(self) -> Path:
+        """Where the newest daemon listened for them."""
+        return self.path / "listen.json"
+
+    @property
     def control_path(self) -> Path:
         return self.path / contract.CONTROL_FILE
 

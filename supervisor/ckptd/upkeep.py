@@ -14,7 +14,7 @@ from ckptd.errors import UsageError
 from ckptd.link import Message
 
 if TYPE_CHECKING:
-    from ckptd.agents import Agents
+    from ckptd.agents import Sessions
 
 
 class Run(Protocol):
@@ -22,7 +22,7 @@ class Run(Protocol):
 
     picture: Picture
     clock: RunClock
-    agents: Agents
+    agents: Sessions
 
     @property
     def markers(self) -> dict[str, str]: ...

@@ -326,7 +326,27 @@ class TestWrong:
                 "cluster: {launcher: lokal}",
                 "cluster.launcher: 'lokal' is not one of local, ssh, slurm; did you mean 'local'?",
             ),
-            ("cluster: {launcher: ssh, hosts: [a]}", "cluster.launcher: launcher 'ssh' is not available yet"),
+            ("cluster: {launcher: slurm}", "cluster.launcher: launcher 'slurm' is not available yet"),
+            ("cluster: {launcher: ssh, devices_per_node: 2}", "cluster.hosts: the ssh launcher needs them"),
+            (
+                "cluster: {launcher: ssh, hosts: [-oProxyCommand=x]}",
+                "cluster.hosts[0]: '-oProxyCommand=x' cannot be a host",
+            ),
+            (
+                "cluster: {launcher: ssh, hosts: [{name: a}]}",
+                "cluster.hosts[0]: unknown key 'name'; a host has: host, python, devices",
+            ),
+            ("cluster: {launcher: ssh, hosts: [{python: a}]}", "cluster.hosts[0]: a host needs its name"),
+            (
+                "cluster: {launcher: ssh, hosts: [{host: a, devices: 0}]}",
+                "cluster.hosts[0]: devices must be at least 1",
+            ),
+            ("cluster: {launcher: ssh, hosts: [a], fence_timeout: 26s}", "cluster.fence_timeout: 26s is not 5s below"),
+            (
+                "cluster: {launcher: ssh, hosts: [a, b]}",
+                "checkpoint.tiers[0].shared: every node must see the same files",
+            ),
+            ("cluster: {listen: ':7000'}", "cluster.listen: the local launcher has no other machine"),
             ("cluster: {launcher: slurm}", "cluster.launcher: launcher 'slurm' is not available yet"),
             ("cluster: {hosts: [a]}", "cluster.hosts: only the ssh launcher takes hosts"),
             ("cluster: {spares: 1}", "cluster.spares: the local launcher has one node"),
@@ -359,6 +379,36 @@ class TestWrong:
     )
     def test_one_key(self, job, extra, expected):
         assert problem(job, extra + "\n").startswith(expected)
+
+    @pytest.mark.parametrize(
+        ("cluster", "expected"),
+        [
+            ("hosts: [a, a]", "cluster.hosts[1]: hosts[0] is 'a' too"),
+            ("hosts: [a, b], spares: 2", "cluster.spares: 2 of 2 hosts leaves none to train on"),
+            (
+                "hosts: [a, {host: b, devices: 1}], devices_per_node: 2, min_devices: 4",
+                "cluster.min_devices: 3 devices on all hosts are less than the 4 that a world needs",
+            ),
+            (
+                "hosts: [a, {host: b, devices: 1}], devices_per_node: 2, min_devices: 2, spares: 1, multiple_of: 3",
+                "cluster.min_devices: 2 devices on all hosts but the spares are less than the 3",
+            ),
+        ],
+    )
+    def test_hosts(self, job, cluster, expected):
+        shared = "version: 1\nname: r\ncommand: [train.py]\ncheckpoint: {tiers: [{name: d, path: ck, shared: true}]}\n"
+        assert problem(job, f"cluster: {{launcher: ssh, {cluster}}}\n", base=shared).startswith(expected)
+
+    def test_files_of_other_machines_are_not_looked_for_here(self, job):
+        spec = job(
+            "name: r\ncommand: [nowhere/train.py]\nworkdir: /nowhere\npython: /nowhere/python\n"
+            "health: {command: [./nowhere]}\ncheckpoint: {tiers: [{name: d, path: /nowhere, shared: true}]}\n"
+            "cluster: {launcher: ssh, hosts: [me@a, {host: b, python: /opt/python, devices: 4}]}\n"
+        )
+        assert [(h.host, h.python, h.devices) for h in spec.cluster.hosts] == [
+            ("me@a", None, None), ("b", "/opt/python", 4),
+        ]  # fmt: skip
+        assert spec.policy("r").nodes == ("me@a", "b")
 
     def test_an_interpreter_must_have_what_workers_import(self, job, tmp_path, monkeypatch):
         monkeypatch.delenv("PYTHONPATH", raising=False)
@@ -580,7 +630,7 @@ class TestExample:
         assert job(text).model_dump() == job(plain).model_dump() == bare.model_dump()
 
     def test_names_every_key_that_works_in_this_version(self):
-        later = {"hosts", "spares", "url", "promote", "shared"}
+        later = {"url", "promote", "shared"}
         for model in [JobSpec, *(jobcheck._nested(f.annotation) for f in JobSpec.model_fields.values())]:
             for key in set(jobcheck._fields(model)) - later:
                 assert re.search(rf"\b{key}:", example()), key

@@ -12,6 +12,7 @@ from ckptd.core import events as ev
 from ckptd.core import picture
 from ckptd.core.estimates import estimate, initial
 from ckptd.core.run import RunState
+from ckptd.node import warm
 from ckptd.node.agent import Settings
 from ckptd.rundir import RunDir
 from ckptd_shim.contract import Guard, LaunchContext
@@ -83,10 +84,11 @@ def test_what_the_user_set_stands(tmp_path, monkeypatch, name):
     spec = specification(tmp_path)
     now = launched(spec, {"local": [0, 1]})
     monkeypatch.delenv(name, raising=False)
-    run_dir = RunDir(spec.run_dir_path)
-    assert name in orders.launch(spec, run_dir, RUN_ID, now, "local")["env"]
+    order = orders.launch(spec, RunDir(spec.run_dir_path), RUN_ID, now, "local")
+    assert name in warm.environment(order["defaults"], order["env"])
     monkeypatch.setenv(name, "mine")
-    assert name not in orders.launch(spec, run_dir, RUN_ID, now, "local")["env"], "inherited from the daemon"
+    assert name not in warm.environment(order["defaults"], order["env"]), "inherited from the agent"
+    assert warm.environment(order["defaults"], {name: "the job's"})[name] == "the job's"
 
 
 def test_a_save_before_a_stop_gets_the_time_that_saves_take():

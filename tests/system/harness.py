@@ -52,9 +52,12 @@ class Job:
             )
         self.spec = spec
         self.path = directory / "job.yaml"
-        self.path.write_text(yaml.safe_dump(spec))
+        self._write()
         self.process: subprocess.Popen[bytes] | None = None
         self.output_path = directory / "output"
+
+    def _write(self) -> None:
+        self.path.write_text(yaml.safe_dump(self.spec))
 
     # --- the command line ---
 

@@ -28,6 +28,8 @@ ENV_ATTEMPT: Final = "CKPTD_ATTEMPT"
 """Marks every process of an attempt, likewise."""
 ENV_DRILL: Final = "CKPTD_DRILL"
 """`1` in the environment of a worker whose checkpoint is only to be tried: evaluate, do not train."""
+ENV_NODE: Final = "CKPTD_NODE"
+"""Marks every process on a node with its name, so that two nodes may be one machine."""
 
 COMMITTED: Final = "COMMITTED"
 DCP_METADATA: Final = ".metadata"

@@ -19,8 +19,11 @@ from ckptd.cli import _text
 from ckptd.core import events
 from ckptd.core.policy import Policy
 from ckptd.core.run import Status
-from ckptd.daemon import Daemon
+from ckptd.daemon import NOTHING_LIVES, Daemon
+from ckptd.door import Door, open_door
 from ckptd.errors import ExitStatus, JobSpecError, PortTaken
+from ckptd.launchers import ssh
+from ckptd.launchers.base import Launcher, RemoteLauncher
 from ckptd.launchers.local import LocalLauncher
 from ckptd.ledger import Ledger
 from ckptd.notify import Notifier
@@ -34,8 +37,6 @@ QUIET_REFRESH_S = 30.0
 NOTIFY_INTERVAL_S = 5.0
 MAX_UNREAD = 1000
 CLOSE_PATIENCE_S = 2.0
-NOTHING_LIVES = (Status.STARTING, Status.ENDED)
-"""States in which a command that refuses to go on leaves no worker without a daemon."""
 
 
 class Terminal:
@@ -121,21 +122,23 @@ def run(job: str, take_over: bool) -> int:
         no_prior = error
     run_dir.create()
     with run_dir.acquire_lock(take_over=take_over), rescue.opened(run_dir, spec) as ledger:
-        return _supervise(spec, run_dir, ledger, notifier, no_prior)
+        return _supervise(spec, run_dir, ledger, notifier, no_prior, take_over=take_over)
 
 
 def _supervise(
-    spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger, notifier: Notifier, no_prior: JobSpecError | None
-) -> int:
+    spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger, notifier: Notifier, no_prior: JobSpecError | None,
+    *, take_over: bool = False,
+) -> int:  # fmt: skip
     terminal = Terminal()
     logging.basicConfig(level=logging.WARNING, handlers=[_TerminalLog(terminal)])
     tally = Tally()
-    run_id = ""
+    run_id, epoch = "", 0
     policy = None
     for _, event in ledger.events():
         tally.apply(event)
         if isinstance(event, events.DaemonStarted):
             run_id = str(event.policy.get("run_id", "")) or run_id
+            epoch = max(epoch, event.epoch)
             policy = Policy.from_dict(event.policy)
     if no_prior is not None:
         if policy is None:
@@ -143,14 +146,10 @@ def _supervise(
         jobprior.keep(spec, policy)
     run_id = run_id or uuid.uuid4().hex[:12]
     run_dir.freeze_job(spec.frozen_text())
-    devices = spec.cluster.devices_per_node
     socket_path = run_dir.socket_path()
-    launcher = LocalLauncher(
-        run_dir=str(run_dir.path), run_id=run_id, socket=socket_path, workdir=str(spec.workdir_path),
-        devices=None if devices == "auto" else devices,
-    )  # fmt: skip
+    launcher, door = _launcher(spec, run_dir, run_id, socket_path, epoch=epoch + 1 if take_over else epoch)
     daemon = Daemon(
-        spec=spec, run_dir=run_dir, run_id=run_id, ledger=ledger, launcher=launcher, socket_path=socket_path,
+        spec=spec, run_dir=run_dir, run_id=run_id, ledger=ledger, launcher=launcher, socket_path=socket_path, door=door,
         notifier=notifier,
     )  # fmt: skip
     state = daemon.picture.run
@@ -161,7 +160,8 @@ def _supervise(
         )
         notifier.ready()  # a service that ends before it is ready has failed, in systemd's eyes
         return ExitStatus.FINISHED
-    if state.status in NOTHING_LIVES and (problem := jobhost.tier_problem(spec)) is not None:
+    here = spec.cluster.launcher == "local"  # the nodes' tiers need not be mounted on the head node
+    if here and state.status in NOTHING_LIVES and (problem := jobhost.tier_problem(spec)) is not None:
         raise JobSpecError([f"job.yaml: {problem}"])
     web = _web(spec, daemon, tally, terminal)
     daemon.observers += [tally.apply, terminal.event]
@@ -178,6 +178,26 @@ def _supervise(
             web.close()
         terminal.close()
     return status
+
+
+def _launcher(
+    spec: jobspec.JobSpec, run_dir: RunDir, run_id: str, socket_path: str, *, epoch: int
+) -> tuple[Launcher | RemoteLauncher, Door | None]:
+    """What starts the agents, and where those on other machines dial."""
+    wanted = spec.cluster.devices_per_node
+    devices = None if wanted == "auto" else wanted
+    if spec.cluster.launcher == "local":
+        local = LocalLauncher(
+            run_dir=str(run_dir.path), run_id=run_id, socket=socket_path, workdir=str(spec.workdir_path),
+            devices=devices,
+        )  # fmt: skip
+        return local, None
+    door = open_door(spec, run_dir, epoch=epoch)
+    job = ssh.Job(
+        run_dir=str(run_dir.path), run_id=run_id, workdir=str(spec.workdir_path), python=spec.python_path,
+        devices=devices, secret=door.secret, port=door.port, epoch=door.epoch,
+    )  # fmt: skip
+    return ssh.SshLauncher(job=job, hosts=spec.cluster.hosts, addresses=door.addresses), door
 
 
 def _web(spec: jobspec.JobSpec, daemon: Daemon, tally: Tally, terminal: Terminal) -> WebServer | None:

@@ -8,6 +8,7 @@ goes on where the one before it stopped.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +19,12 @@ MAX_LAUNCH_FAILURES = 5
 """Launches in a row that may fail before the workers have met: they are no crash of the job, but they end too."""
 INCURABLE = frozenset({"setup_error", "script_differs", "script_not_found"})
 """Causes that every further attempt would meet again."""
+PEER_CAUSES = frozenset({"connection_lost", "collective_timeout"})
+"""What ranks say of a peer that is gone: where a node was lost, that is what they mean."""
+NODE_PATIENCE_S = 120.0
+"""How long a launch waits for nodes of which nothing is known yet, or that still end what they were lost with."""
+LONGEST_FAREWELL_S = 900.0
+"""What agents that are alone take, after `cluster.orphan_timeout`, to save and to end what they carry."""
 
 # --- commands -------------------------------------------------------------------------------------------------------
 
@@ -44,6 +51,14 @@ class Ask:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """Tell a node to start its workers of the attempt."""
+
+    node: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenStore:
+    """Have the first node of an attempt open the store that the workers of all nodes meet at."""
 
     node: str
     attempt: int
@@ -79,7 +94,7 @@ class Rehearse:
     tier: str | None
 
 
-Command = Record | Ask | Launch | Stop | Steer | Rehearse
+Command = Record | Ask | OpenStore | Launch | Stop | Steer | Rehearse
 
 
 # --- decisions ------------------------------------------------------------------------------------------------------
@@ -91,12 +106,17 @@ def decide(state: RunState, t: float) -> list[Command]:
     A `Record` stands alone: it changes the state, so the caller applies it and decides again.
     """
     if state.status in (Status.STARTING, Status.WAITING):
-        return _decide_waiting(state, t)
-    if state.status is Status.STOPPING:
-        return _decide_stopping(state, t)
-    if state.status in LIVE:
-        return _decide_live(state, t)
-    return []
+        commands = _decide_waiting(state, t)
+    elif state.status is Status.STOPPING:
+        commands = _decide_stopping(state, t)
+    elif state.status in LIVE:
+        commands = _decide_live(state, t)
+    else:
+        return []
+    if any(isinstance(c, Record) and isinstance(c.event, events.RunEnded) for c in commands):
+        # A run is over when nothing of it is alive on any node that can be reached.
+        return _clean_up(state) or commands
+    return commands
 
 
 def next_deadline(state: RunState) -> float | None:
@@ -109,6 +129,8 @@ def next_deadline(state: RunState) -> float | None:
             deadlines.append(state.waiting_since + state.policy.wait_for_devices_s)
         if (release := state.book.next_release(state.t)) is not None:
             deadlines.append(release)
+    if state.status is Status.STOPPING and (until := _beyond_doubt(state)) is not None:
+        deadlines.append(until)
     if state.status is Status.DRAINING and state.request is not None:
         deadlines.append(state.request.t + state.request.timeout_s)
     return min(deadlines, default=None)
@@ -123,20 +145,22 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
         return [_end(t, "failed", 1, given_up)]
     given_up = _no_progress(state)
     # Where somebody can be asked what is on the tiers, that comes first: a commit that nobody told of is progress too.
-    if given_up is not None and all(node.inventory_known for node in state.nodes.values() if node.connected):
+    witnesses = _witnesses(state, state.placeable())
+    if given_up is not None and all(state.nodes[name].inventory_known for name in witnesses):
         return [_end(t, "failed", 1, given_up)]
     back = _guard_goes_back(state, t)
     if back is not None:
         return [back]
     timed_out = state.waiting_since is not None and t - state.waiting_since >= state.policy.wait_for_devices_s
-    connected = {name: node for name, node in state.nodes.items() if node.connected}
-    questions: list[Command] = [Ask(node=n, what="health") for n, node in connected.items() if not node.health_known]
+    connected = {name: state.nodes[name] for name in state.placeable()}
+    questions = _clean_up(state)
+    questions += [Ask(node=n, what="health") for n, node in connected.items() if not node.health_known]
     questions += [
         Ask(node=n, what="inventory", avoid=state.suspects, suspects=state.keeping.suspects())
-        for n, node in connected.items()
-        if not node.inventory_known
+        for n in witnesses
+        if not connected[n].inventory_known
     ]
-    if not connected or questions:
+    if not connected or questions or (not timed_out and _nodes_to_come(state, t)):
         if timed_out and given_up is not None:
             return [_end(t, "failed", 1, given_up)]
         if timed_out:
@@ -164,15 +188,38 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
                 placement={name: list(indices) for name, indices in chosen.devices.items()},
                 resume=resume,
                 grounds=state.grounds,
-                devices_wanted=placement.wanted(state.devices_known, state.policy),
+                devices_wanted=placement.wanted_of({n: node.devices for n, node in state.nodes.items()}, state.policy),
             )
         )
     ]
 
 
+def _witnesses(state: RunState, connected: list[str]) -> list[str]:
+    """The nodes that are asked which checkpoint to resume from: where all nodes share a tier, the first one."""
+    names = [name for name in state.policy.nodes if name in connected]
+    return names[:1] or connected
+
+
+def _nodes_to_come(state: RunState, t: float) -> bool:
+    """Whether a node may dial in any moment, of which nothing is known yet: a launch without it would soon be repeated."""
+    if state.waiting_since is None or t - state.waiting_since >= NODE_PATIENCE_S:
+        return False
+    known = state.nodes
+    return any(name not in known or not (known[name].connected or known[name].lost) for name in state.policy.nodes)
+
+
+def _clean_up(state: RunState, *, leave: Collection[str] = ()) -> list[Command]:
+    """Have nodes that were lost, and are back, end what they were lost with."""
+    return [
+        Stop(node=name, attempt=node.unclean, grace=False)
+        for name, node in state.nodes.items()
+        if node.connected and node.unclean is not None and name not in leave
+    ]
+
+
 def _available(state: RunState, t: float) -> dict[str, tuple[int, ...]]:
     """Devices to place a world on. Quarantine yields where nothing else is left to train on; a drain never does."""
-    connected = [name for name, node in state.nodes.items() if node.connected]
+    connected = state.placeable()
     strict = {name: state.usable(name, t) for name in connected}
     if placement.choose(strict, state.policy) is not None:
         return strict
@@ -187,13 +234,16 @@ def _decide_live(state: RunState, t: float) -> list[Command]:
         if node.ended:
             continue
         if node.lost:
-            return [_failed(state, t, name, f"the agent of node {name} died")]
+            return [_lost(state, t, name)]
         if node.connected and node.replaced and node.running != state.attempt:
-            return [_failed(state, t, name, f"the agent of node {name} was replaced while its workers ran")]
-    commands: list[Command] = [
-        Launch(node=name, attempt=state.attempt)
-        for name in state.placement
-        if state.nodes[name].connected and not state.nodes[name].started and state.nodes[name].running != state.attempt
+            detail = f"the agent of node {name} was replaced while its workers ran"
+            return [_failed(state, t, name, detail, lost="agent")]
+    commands = [*_clean_up(state), *_launches(state)]
+    # Nodes that came back, or are kept as spares: whether they are fit has to be known before they are taken.
+    commands += [
+        Ask(node=name, what="health")
+        for name in state.placeable()
+        if name not in state.placement and not state.nodes[name].health_known
     ]
     refused = _refused(state, t)
     if refused is not None:
@@ -204,7 +254,7 @@ def _decide_live(state: RunState, t: float) -> list[Command]:
         commands.append(
             Steer(attempt=state.attempt, save_request=state.save_request, stop_after_save=False, reason="save")
         )
-    if state.status is Status.TRAINING:
+    if state.status is Status.TRAINING and state.request is None:
         bad = [
             f"device {index} of node {name} {why}"
             for name, used in state.placement.items()
@@ -215,6 +265,32 @@ def _decide_live(state: RunState, t: float) -> list[Command]:
             request = events.Requested(t=t, request="relaunch", source="health", reason=", ".join(bad))
             return [Record(event=request)]
     return commands
+
+
+def _launches(state: RunState) -> list[Command]:
+    """Nodes that are still to be told to start their workers. Where there are several, their store comes first."""
+    waiting = [
+        name
+        for name in state.placement
+        if state.nodes[name].connected and not state.nodes[name].started and state.nodes[name].running != state.attempt
+    ]
+    if len(state.placement) > 1 and state.store is None:
+        first = next(iter(state.placement))
+        return [OpenStore(node=first, attempt=state.attempt)] if first in waiting else []
+    return [Launch(node=name, attempt=state.attempt) for name in waiting]
+
+
+def _lost(state: RunState, t: float, name: str) -> Command:
+    """The attempt fails because a node of it is lost, or its agent."""
+    loss = next((found for found in state.losses if found.node == name), None)
+    if loss is None:  # told before the attempt was launched, or by an older ckptd
+        return _failed(state, t, name, f"the agent of node {name} died", lost="agent")
+    return Record(
+        event=events.FailureDetected(
+            t=loss.t, detected_t=loss.detected_t, attempt=state.attempt, node=name, step=state.step, lost=loss.kind,
+            detail=loss.detail,
+        )
+    )  # fmt: skip
 
 
 def _refused(state: RunState, t: float) -> Command | None:
@@ -278,19 +354,39 @@ def _decide_draining(state: RunState, t: float) -> list[Command]:
     return [Record(event=dataclasses.replace(request, t=t, request="stop_now", reason=late))]
 
 
-def _failed(state: RunState, t: float, node: str | None, detail: str) -> Command:
+def _failed(
+    state: RunState, t: float, node: str | None, detail: str, *, lost: Literal["", "agent", "node"] = ""
+) -> Command:
     return Record(
         event=events.FailureDetected(
-            t=t, detected_t=t, attempt=state.attempt, node=node, step=state.step, detail=detail
+            t=t, detected_t=t, attempt=state.attempt, node=node, step=state.step, detail=detail, lost=lost
         )
     )
 
 
 def _decide_stopping(state: RunState, t: float) -> list[Command]:
     waiting = [name for name in state.placement if not state.nodes[name].ended]
-    if waiting:
-        return [_stop(state, n) for n in waiting if state.nodes[n].connected]
+    reachable = [name for name in waiting if state.nodes[name].gone_t is None]
+    until = _beyond_doubt(state)
+    if reachable or (until is not None and t < until):
+        # Sent once in a connection: a node that was lost with this very attempt gets its order here.
+        stops: list[Command] = [_stop(state, n) for n in waiting if state.nodes[n].connected]
+        return stops + _clean_up(state, leave=waiting)
     return _decide_all_ended(state, t)
+
+
+def _beyond_doubt(state: RunState) -> float | None:
+    """When nodes out of reach can be held to train no more, on the run's clock; None: nothing has to be waited for.
+
+    A lone attempt is ended by its agent before its node counts as lost. One over several nodes may go on, in the belief
+    that only the daemon is dead, but not without all of its nodes: one that has ended is enough. Where not one has, they
+    are known to have ended only by `cluster.orphan_timeout`.
+    """
+    gone = [state.nodes[name].gone_t for name in state.placement if not state.nodes[name].ended]
+    times = [t for t in gone if t is not None]
+    if len(state.placement) < 2 or len(times) < len(state.placement):
+        return None
+    return max(times) + state.policy.orphan_timeout_s + LONGEST_FAREWELL_S
 
 
 def _stop(state: RunState, node: str) -> Stop:
@@ -385,18 +481,33 @@ def _interruption(state: RunState, t: float) -> events.Interrupted:
             rank=failure.rank if rank is None else rank, cause="hang", severity="process", lost_steps=lost_steps,
             step=state.step, detail=failure.detail, message=diagnosis.stacks_of(state.exits, rank),
         )  # fmt: skip
+    if failure.lost:
+        return _loss(state, failure.node, failure.lost, failure, lost_steps)
     found = diagnosis.diagnose(
         [diagnosis.Exit.from_json(e) for e in state.exits],
         requested_stop=state.request is not None and state.request.request != "relaunch",
         agent_lost=failure.exitcode is None and failure.rank is None and not state.exits,
         oom_killed=any(found.get("oom_killed") for found in state.exits),
     )
+    if found.cause in PEER_CAUSES and state.losses:
+        first = state.losses[0]
+        return _loss(state, first.node, first.kind, dataclasses.replace(failure, detail=first.detail), lost_steps)
     found = _with_kernel_evidence(found, state.exits)
     return events.Interrupted(
         t=failure.t, detected_t=failure.detected_t, attempt=state.attempt,
         node=found.node or failure.node, rank=found.rank if found.rank is not None else failure.rank,
         cause=found.cause, severity=found.severity, planned=False, lost_steps=lost_steps, step=state.step,
         detail=found.detail or failure.detail, message=found.message,
+    )  # fmt: skip
+
+
+def _loss(
+    state: RunState, node: str | None, kind: Literal["agent", "node"], failure: events.FailureDetected, lost_steps: int
+) -> events.Interrupted:
+    """The interruption by the loss of a node, or of its agent alone."""
+    return events.Interrupted(
+        t=failure.t, detected_t=failure.detected_t, attempt=state.attempt, node=node, cause=f"{kind}_lost",
+        severity="node", lost_steps=lost_steps, step=state.step, detail=failure.detail,
     )  # fmt: skip
 
 

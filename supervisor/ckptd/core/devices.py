@@ -64,7 +64,7 @@ class DeviceBook:
         """Identities of the devices that a person means: an identity, `node:index`, a node, or an index where one node is."""
         node, _, index = text.rpartition(":")
         if text in self.ids:
-            return list(self.ids[text].values())
+            return [node_identity(text), *self.ids[text].values()]
         if not node and len(self.ids) == 1:
             node = next(iter(self.ids))
         if index.isdecimal() and int(index) in self.ids.get(node, {}):
@@ -78,8 +78,9 @@ class DeviceBook:
             for index, identity in sorted(known.items()):
                 why = self.why_not(node, index, t)
                 if why is not None:
-                    until = self.records[identity].until
-                    for_s = None if self.records[identity].drained or until >= FOREVER_S else until - t
+                    held = [self.records[n] for n in (identity, node_identity(node)) if n in self.records]
+                    until = max(record.until for record in held)
+                    for_s = None if any(r.drained for r in held) or until >= FOREVER_S else until - t
                     found.append({"node": node, "index": index, "id": identity, "why": why, "for_s": for_s})
         return found
 
@@ -89,25 +90,35 @@ class DeviceBook:
 
     def not_drained(self, node: str, indices: Sequence[int]) -> tuple[int, ...]:
         """Those of `indices` that nobody took out of use by hand, nor a process that cannot be killed."""
-        return tuple(
-            index
-            for index in indices
-            if (record := self.records.get(self.identity(node, index))) is None
-            or not (record.drained or record.until >= FOREVER_S)
-        )
+
+        def taken_out(name: str) -> bool:
+            record = self.records.get(name)
+            return record is not None and (record.drained or record.until >= FOREVER_S)
+
+        if taken_out(node_identity(node)):
+            return ()
+        return tuple(index for index in indices if not taken_out(self.identity(node, index)))
 
     def why_not(self, node: str, index: int, t: float) -> str | None:
         """Why a device must not be used at `t`; None: it may."""
-        record = self.records.get(self.identity(node, index))
-        if record is None:
-            return None
-        if record.drained:
-            return "drained"
-        return f"in quarantine: {record.reason}" if t < record.until else None
+        for name in (self.identity(node, index), node_identity(node)):
+            record = self.records.get(name)
+            if record is None:
+                continue
+            if record.drained:
+                return "drained"
+            if t < record.until:
+                return f"in quarantine: {record.reason}"
+        return None
 
     def next_release(self, t: float) -> float | None:
         """When the next quarantine ends."""
         return min((r.until for r in self.records.values() if t < r.until < FOREVER_S), default=None)
+
+
+def node_identity(node: str) -> str:
+    """What is held against a whole node is kept under this name."""
+    return f"node {node}"
 
 
 def connected(book: DeviceBook, event: events.AgentConnected) -> DeviceBook:
@@ -131,6 +142,9 @@ def drained(book: DeviceBook, event: events.DeviceDrained) -> DeviceBook:
 
 def struck(book: DeviceBook, event: events.Interrupted, placement: Mapping[str, Sequence[int]]) -> DeviceBook:
     """Put an interruption down to the device of the rank that caused it, if it may have been the device's doing."""
+    if event.severity == "node" and event.node is not None and len(book.ids) > 1 and not event.planned:
+        name = node_identity(event.node)
+        return _strike(book, name, t=event.t, now=event.detected_t, certain=True, detail=event.detail)
     if event.planned or event.rank is None or (event.cause not in STRIKING and event.severity != "device"):
         return book
     where = device_of_rank(placement, event.rank)
@@ -199,6 +213,21 @@ def unkillable(book: DeviceBook, event: events.AttemptEnded, placement: Mapping[
         )
         book = dataclasses.replace(book, records={**book.records, identity: record})
     return book
+
+
+def haunted(book: DeviceBook, event: events.AttemptEnded) -> DeviceBook:
+    """Leave out a node on which something of an attempt before survives, until somebody says that it is well."""
+    if not event.unkillable or event.node is None:
+        return book
+    name = node_identity(event.node)
+    pids = ", ".join(str(process.get("pid")) for process in event.unkillable)
+    record = Record(
+        until=FOREVER_S,
+        times=1,
+        drained=book.records.get(name, Record()).drained,
+        reason=f"process {pids} on it cannot be killed; undrain it when it is gone",
+    )
+    return dataclasses.replace(book, records={**book.records, name: record})
 
 
 def device_of_rank(placement: Mapping[str, Sequence[int]], rank: int) -> tuple[str, int] | None:

@@ -47,6 +47,8 @@ class DaemonStarted(Event):
     version: str = ""
     boot_id: str = ""
     mono: float = 0.0
+    epoch: int = 0
+    """How often the run was taken over from a daemon on another host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,14 +88,29 @@ class AgentConnected(Event):
     pid: int = 0
     devices: list[Json] = field(default_factory=list)
     running: int | None = None
+    address: str = ""
+    """Where other nodes reach this one: its end of the connection. Empty: it is the daemon's own machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentLost(Event):
-    """A node's agent is gone: `why` says how that is known."""
+    """A node's agent is gone: `why` says how that is known. What it launched may live."""
 
     kind: ClassVar[str] = "agent_lost"
     why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLost(Event):
+    """No word from a node for `cluster.heartbeat_timeout`, or it cannot be reached at all: `why` says which.
+
+    Its agent, if it lives, has ended a lone attempt by itself before that (`cluster.fence_timeout`).
+    """
+
+    kind: ClassVar[str] = "node_lost"
+    why: str = ""
+    silent_s: float = 0.0
+    """How long nothing had been heard."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +167,15 @@ class AttemptLaunched(Event):
     """`start`, `restart`, `grow` or `resume` (a run that had stopped)."""
     devices_wanted: int = 0
     """World size that would be used if every device were healthy; the gap to `world_size` is degraded time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreOpened(Event):
+    """The first node of an attempt over several nodes listens for all of their workers there."""
+
+    kind: ClassVar[str] = "store_opened"
+    host: str = ""
+    port: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,6 +340,8 @@ class FailureDetected(Event):
     """No worker came to be: the launch itself failed."""
     hang: bool = False
     """Nobody died: training does not move. `t` is when the last rank moved."""
+    lost: Literal["", "agent", "node"] = ""
+    """Nobody is known to have died: an agent is gone, or a whole node is out of reach."""
     guard: bool = False
     """Nobody died: the guard refused the state, and training must not go on from it."""
     detail: str = ""
@@ -431,10 +459,10 @@ class Noted(Event):
 
 
 for _cls in (
-    DaemonStarted, Requested, RunEnded, AgentConnected, AgentLost, HealthReported, DeviceDrained, InventoryReported, AttemptLaunched,
-    WorkersStarted, WorkersInitialised, StateRestored, FirstStep, Progress, SaveStaged, SaveCommitted, SaveFailed,
-    SaveRejected, CheckpointPinned, CheckpointDeleted, RolledBack, FailureDetected, WorkersFinished, AttemptEnded,
-    Interrupted, Restarted, IntervalDecided, Drilled, Noted,
+    DaemonStarted, Requested, RunEnded, AgentConnected, AgentLost, NodeLost, HealthReported, DeviceDrained,
+    InventoryReported, AttemptLaunched, StoreOpened, WorkersStarted, WorkersInitialised, StateRestored, FirstStep,
+    Progress, SaveStaged, SaveCommitted, SaveFailed, SaveRejected, CheckpointPinned, CheckpointDeleted, RolledBack,
+    FailureDetected, WorkersFinished, AttemptEnded, Interrupted, Restarted, IntervalDecided, Drilled, Noted,
 ):  # fmt: skip
     _REGISTRY[_cls.kind] = _cls
 

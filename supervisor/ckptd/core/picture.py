@@ -124,7 +124,7 @@ def _growth(picture: Picture, t: float) -> Command | None:
         return None
     if not isinstance(last, events.SaveCommitted) or last.attempt != state.attempt or last.t < state.devices_changed_t:
         return None
-    available = {name: state.usable(name, t) for name, node in state.nodes.items() if node.connected}
+    available = {name: state.usable(name, t) for name in state.placeable()}
     better = placement.choose(available, state.policy)
     if better is None or better.world_size <= state.world_size:
         return None

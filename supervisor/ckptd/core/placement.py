@@ -33,12 +33,15 @@ def wanted(total_devices: int, policy: Policy) -> int:
 
 
 def choose(available: Available, policy: Policy) -> Placement | None:
-    """Place the largest allowed world, spread evenly over the nodes in order of their names; None if none is allowed.
+    """Place the largest allowed world, spread evenly over the nodes in their order; None if none is allowed.
+
+    The order is that of `policy.nodes`, or of the names. `policy.spares` nodes are left idle, those with the fewest
+    healthy devices, the last ones among equals.
 
     Devices are dealt round the nodes in groups of `multiple_of`, so that a model-parallel group stays on one node
     where that is possible without a smaller world.
     """
-    healthy = {node: sorted(set(available[node])) for node in sorted(available)}
+    healthy = _in_use(available, policy)
     world = wanted(sum(map(len, healthy.values())), policy)
     if world == 0:
         return None
@@ -47,9 +50,26 @@ def choose(available: Available, policy: Policy) -> Placement | None:
     return Placement(world_size=world, devices={node: healthy[node][:count] for node, count in counts.items() if count})
 
 
+def _in_use(available: Available, policy: Policy) -> dict[str, list[int]]:
+    """The nodes to place a world on, in the order in which they take ranks, without the spares."""
+    order = {node: place for place, node in enumerate(policy.nodes)}
+    names = sorted(available, key=lambda node: (order.get(node, len(order)), node))
+    healthy = {node: sorted(set(available[node])) for node in names}
+    if policy.spares:
+        most = max(1, len(policy.nodes) - policy.spares)
+        taken = sorted(healthy, key=lambda node: -len(healthy[node]))[:most]
+        healthy = {node: devices for node, devices in healthy.items() if node in taken}
+    return healthy
+
+
+def wanted_of(devices: Available, policy: Policy) -> int:
+    """The largest allowed world if all `devices` were healthy."""
+    return wanted(sum(map(len, _in_use(devices, policy).values())), policy)
+
+
 def explain(available: Available, policy: Policy) -> str:
     """Why there is no placement, or why it leaves healthy devices idle, in words for a person."""
-    total = sum(len(set(devices)) for devices in available.values())
+    total = sum(map(len, _in_use(available, policy).values()))
     have = f"{total} healthy device{'' if total == 1 else 's'}"
     world = wanted(total, policy)
     if world == total and world > 0:

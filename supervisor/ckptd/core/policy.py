@@ -23,6 +23,12 @@ class Policy:
     global_batch: int | None = None
     micro_batch: int | None = None
     wait_for_devices_s: float = 3600.0
+    # nodes, where there are others than the daemon's own machine
+    nodes: tuple[str, ...] = ()
+    """All that are to take part, in the order in which they take ranks. Empty: the one node is this machine."""
+    spares: int = 0
+    """So many of them are kept idle."""
+    orphan_timeout_s: float = 3600.0
     # the interval: at most one of the next two is set; neither is `auto`
     interval_s: float | None = None
     interval_steps: int | None = None
@@ -53,4 +59,5 @@ class Policy:
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Read what `to_dict` wrote; keys of a newer ckptd are ignored, missing ones take their defaults."""
         known = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{key: value for key, value in data.items() if key in known})
+        values = {key: value for key, value in data.items() if key in known}
+        return cls(**{**values, "nodes": tuple(values.get("nodes", ()))})

@@ -14,7 +14,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ckptd.core import devices, events, keeping, placement
 from ckptd.core.devices import DeviceBook
@@ -54,7 +54,13 @@ class Node:
 
     connected: bool = False
     lost: bool = False
-    """Its agent is known to be dead; what it launched may live."""
+    """Its agent is known to be dead, or out of reach; what it launched may live."""
+    gone_t: float | None = None
+    """Since when it is out of reach (`NodeLost`), until it dials in again."""
+    unclean: int | None = None
+    """The attempt that it carried when it was lost: nothing else is launched there before that has ended."""
+    address: str = ""
+    """Where other nodes reach it; empty: it is the daemon's own machine."""
     devices: tuple[int, ...] = ()
     unhealthy: frozenset[int] = frozenset()
     health_known: bool = False
@@ -94,6 +100,17 @@ class Signature:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """A node of the attempt was lost, or its agent was, while workers of it were meant to be there."""
+
+    node: str
+    kind: Literal["agent", "node"]
+    t: float
+    detected_t: float
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
     """Everything a decision depends on. Built by `apply` alone."""
 
@@ -109,9 +126,13 @@ class RunState:
     resume: dict[str, Any] | None = None
     step: int = 0
     grounds: str = "start"
+    store: tuple[str, int] | None = None
+    """Host and port of the store that workers on several nodes meet at, once its node has opened it."""
     # how it went wrong
     failure: events.FailureDetected | None = None
     exits: tuple[dict[str, Any], ...] = ()
+    losses: tuple[Loss, ...] = ()
+    """Nodes and agents that the attempt lost, in the order in which that was known."""
     interrupted: events.Interrupted | None = None
     signatures: tuple[Signature, ...] = ()
     """The last failures since the last new commit."""
@@ -162,7 +183,11 @@ class RunState:
 
     @property
     def devices_healthy(self) -> int:
-        return sum(len(self.usable(name, self.t)) for name, node in self.nodes.items() if node.connected)
+        return sum(len(self.usable(name, self.t)) for name in self.placeable())
+
+    def placeable(self) -> list[str]:
+        """Nodes that can be launched on: connected, and with nothing left of an attempt that they were lost with."""
+        return [name for name, node in self.nodes.items() if node.connected and node.unclean is None]
 
     @property
     def devices_known(self) -> int:
@@ -186,12 +211,25 @@ def apply(state: RunState, event: events.Event) -> RunState:
     if handler is None:
         return state
     if event.attempt is not None and event.attempt != state.attempt and not isinstance(event, _OF_ANY_ATTEMPT):
-        return state
+        return _cleaned(state, event) if isinstance(event, events.AttemptEnded) else state
     changed: RunState = handler(state, event)
     return dataclasses.replace(changed, highest=changed.step) if changed.step > changed.highest else changed
 
 
 _OF_ANY_ATTEMPT = (events.AttemptLaunched, events.CheckpointPinned)
+
+
+def _cleaned(state: RunState, event: events.AttemptEnded) -> RunState:
+    """A node that was lost with an attempt has ended what was left of it."""
+    node = state.nodes.get(event.node or "")
+    if node is None or node.unclean != event.attempt:
+        return state
+    return dataclasses.replace(
+        state,
+        nodes=_node(state, event.node, unclean=None, running=None),
+        book=devices.haunted(state.book, event),
+        devices_changed_t=event.t,
+    )
 
 
 def _daemon_started(state: RunState, event: events.DaemonStarted) -> RunState:
@@ -203,10 +241,11 @@ def _daemon_started(state: RunState, event: events.DaemonStarted) -> RunState:
         # Somebody started the run again by hand: budgets begin afresh, history stays. What was held against a checkpoint
         # may have been the script's fault, which is put right now: the newest is tried first again. A run that was given
         # up because no agent would start may have left workers behind: they are ended before anything else.
-        left = {name: nodes[name] for name in state.placement if not nodes[name].ended}
+        left = any(not nodes[name].ended for name in state.placement)
+        kept = {n: node for n, node in nodes.items() if node.unclean is not None or (left and n in state.placement)}
         return dataclasses.replace(
-            state, nodes={name: nodes[name] for name in state.placement} if left else {},
-            status=Status.STOPPING if left else Status.STARTING, outcome=None, request=None,
+            state, nodes=kept,
+            status=Status.STOPPING if left else Status.STARTING, outcome=None, request=None, losses=(),
             interrupted=None, attempts_without_progress=0, launch_failures=0, signatures=(), suspects=(),
             not_before=0.0, waiting_since=event.t, grounds="resume",
         )  # fmt: skip
@@ -236,24 +275,52 @@ def _run_ended(state: RunState, event: events.RunEnded) -> RunState:
 
 def _agent_connected(state: RunState, event: events.AgentConnected) -> RunState:
     before = state.nodes.get(event.node or "", Node())
+    # What an agent carries that is not the live attempt is a remnant of the time when it was out of reach.
+    stray = event.running not in (None, state.attempt)
     return dataclasses.replace(
         state,
         book=devices.connected(state.book, event),
+        devices_changed_t=event.t if before.gone_t is not None else state.devices_changed_t,
         nodes=_node(
-            state, event.node, connected=True, lost=False, devices=tuple(int(d["index"]) for d in event.devices),
-            health_known=False, inventory_known=False, running=event.running, agent=event.pid,
+            state, event.node, connected=True, lost=False, gone_t=None,
+            devices=tuple(int(d["index"]) for d in event.devices), health_known=False, inventory_known=False,
+            running=event.running, agent=event.pid, address=event.address,
+            unclean=event.running if stray else before.unclean,
             replaced=before.replaced or (state.status in LIVE and event.pid != before.agent),
         ),
     )  # fmt: skip
 
 
 def _agent_lost(state: RunState, event: events.AgentLost) -> RunState:
+    detail = f"the agent of node {event.node} died"
+    state = _note_loss(state, Loss(node=event.node or "", kind="agent", t=event.t, detected_t=event.t, detail=detail))
     return dataclasses.replace(
         state,
         nodes=_node(
             state, event.node, connected=False, lost=True, health_known=False, inventory_known=False, running=None
         ),
     )
+
+
+def _node_lost(state: RunState, event: events.NodeLost) -> RunState:
+    node = state.nodes.get(event.node or "", Node())
+    carries = event.node in state.placement and not node.ended and state.status is not Status.WAITING
+    begun = max(0.0, event.t - event.silent_s)
+    detail = f"node {event.node} is lost: {event.why}"
+    state = _note_loss(state, Loss(node=event.node or "", kind="node", t=begun, detected_t=event.t, detail=detail))
+    return dataclasses.replace(
+        state,
+        nodes=_node(
+            state, event.node, connected=False, lost=True, gone_t=event.t, health_known=False, inventory_known=False,
+            running=None, unclean=state.attempt if carries else node.unclean,
+        ),
+    )  # fmt: skip
+
+
+def _note_loss(state: RunState, loss: Loss) -> RunState:
+    if loss.node not in state.placement or state.nodes[loss.node].ended:
+        return state
+    return dataclasses.replace(state, losses=(*state.losses, loss))
 
 
 def _health_reported(state: RunState, event: events.HealthReported) -> RunState:
@@ -307,8 +374,10 @@ def _attempt_launched(state: RunState, event: events.AttemptLaunched) -> RunStat
         first_world=state.first_world or event.world_size,
         resume=event.resume,
         step=(event.resume or {}).get("step", 0),
+        store=None,
         failure=None,
         exits=(),
+        losses=(),
         closed=False,
         request=None if state.request is not None and state.request.request == "relaunch" else state.request,
         inventory=None,
@@ -323,6 +392,10 @@ def _attempt_launched(state: RunState, event: events.AttemptLaunched) -> RunStat
         initialised=False,
         total_steps=None,
     )
+
+
+def _store_opened(state: RunState, event: events.StoreOpened) -> RunState:
+    return dataclasses.replace(state, store=(event.host, event.port))
 
 
 def _workers_started(state: RunState, event: events.WorkersStarted) -> RunState:
@@ -432,6 +505,11 @@ def _committed(state: RunState, event: events.SaveCommitted) -> RunState:
 
 def _failure_detected(state: RunState, event: events.FailureDetected) -> RunState:
     if state.status not in LIVE:
+        first = state.failure
+        earlier = first is not None and not (first.hang or first.guard or first.launch) and event.t < first.t
+        if state.status is Status.STOPPING and first is not None and earlier:
+            # Two nodes told of a death at the same time: the root cause is the first by time, not by the network's whim.
+            return dataclasses.replace(state, failure=dataclasses.replace(event, detected_t=first.detected_t))
         return state
     return dataclasses.replace(
         state, status=Status.STOPPING, failure=event, step=max(state.step, event.step), interrupted=None
@@ -451,9 +529,11 @@ def _workers_finished(state: RunState, event: events.WorkersFinished) -> RunStat
 
 
 def _attempt_ended(state: RunState, event: events.AttemptEnded) -> RunState:
+    if event.node is not None and event.node not in state.placement:
+        return _cleaned(state, event)  # lost with the attempt that was the last one, which is over
     return dataclasses.replace(
         state,
-        nodes=_node(state, event.node, ended=True, running=None),
+        nodes=_node(state, event.node, ended=True, running=None, unclean=None),
         exits=state.exits + tuple(event.exits),
         book=devices.unkillable(state.book, event, state.placement),
         step=max(state.step, event.step),
@@ -504,7 +584,7 @@ def _interrupted(state: RunState, event: events.Interrupted) -> RunState:
 
 def _can_do_without(state: RunState, book: DeviceBook) -> bool:
     """Whether an allowed world remains when the devices that `book` leaves out are not used."""
-    left = {name: book.usable(name, node.healthy, state.t) for name, node in state.nodes.items() if node.connected}
+    left = {name: book.usable(name, state.nodes[name].healthy, state.t) for name in state.placeable()}
     return placement.choose(left, state.policy) is not None
 
 
@@ -527,10 +607,12 @@ _HANDLERS: dict[type[events.Event], Any] = {
     events.RunEnded: _run_ended,
     events.AgentConnected: _agent_connected,
     events.AgentLost: _agent_lost,
+    events.NodeLost: _node_lost,
     events.HealthReported: _health_reported,
     events.DeviceDrained: _device_drained,
     events.InventoryReported: _inventory_reported,
     events.AttemptLaunched: _attempt_launched,
+    events.StoreOpened: _store_opened,
     events.WorkersStarted: _workers_started,
     events.WorkersInitialised: _workers_initialised,
     events.StateRestored: _state_restored,

@@ -42,6 +42,9 @@ def _daemon(spec: JobSpec, run_dir: RunDir, ledger: Ledger, drill: Drill | Resto
         if isinstance(event, events.DaemonStarted):
             run_id = str(event.policy.get("run_id", "")) or run_id
     run_id = run_id or uuid.uuid4().hex[:12]
+    # Whatever machines the job itself runs on, this happens here.
+    here = {"launcher": "local", "hosts": [], "spares": 0}
+    spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update=here)})
     devices = spec.cluster.devices_per_node
     socket_path = run_dir.socket_path()
     launcher = LocalLauncher(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 
 class Launcher(Protocol):
@@ -26,4 +27,49 @@ class Launcher(Protocol):
 
     def why_dead(self, node: str) -> str:
         """What the dead agent left to say, for people."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What came of reaching for a node."""
+
+    ok: bool
+    before: Literal["none", "alive", "dead", "killed"] = "none"
+    """What was there of an agent started earlier: one that is alive goes on, and was told where to dial."""
+    why: str = ""
+    """Why no agent is there, and what to do."""
+    superseded: bool = False
+    """The run was taken over: that node obeys another daemon."""
+
+
+class RemoteLauncher(Protocol):
+    """Starts agents on other machines. Nothing here waits: what came of it is asked for later."""
+
+    def nodes(self) -> list[str]:
+        """Names of the nodes, in the order in which they take ranks."""
+        ...
+
+    def python(self, node: str) -> str | None:
+        """The interpreter of that node, where it has one of its own."""
+        ...
+
+    def start(self, node: str, *, replace: bool) -> None:
+        """Begin to have an agent there, told where to dial; `replace`: not one that lives there already."""
+        ...
+
+    def end(self, node: str) -> None:
+        """Begin to end the agent there; its workers live on and are found by the next one."""
+        ...
+
+    def busy(self, node: str) -> bool:
+        """Whether a `start` or an `end` is under way there."""
+        ...
+
+    def arrival(self, node: str) -> Arrival | None:
+        """What came of the last `start`, once."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is under way."""
         ...

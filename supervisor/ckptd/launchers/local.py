@@ -48,7 +48,7 @@ class LocalLauncher:
                 self._child = subprocess.Popen(
                     [sys.executable, "-m", "ckptd.node", json.dumps(options)],
                     cwd=self._workdir,
-                    env={**inherited, contract.ENV_RUN_ID: self._run_id},
+                    env={**inherited, contract.ENV_RUN_ID: self._run_id, contract.ENV_NODE: node},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

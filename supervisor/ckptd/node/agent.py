@@ -22,10 +22,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ckptd import __version__
+from ckptd.auth import parse_secret
 from ckptd.errors import CkptdError
 from ckptd.link import AgentLink, Message
-from ckptd.node import health, logs, processes, tiers, warm
-from ckptd.node.attempt import Attempt, rank_of, recorded_workers
+from ckptd.node import dialling, health, logs, processes, tiers, warm
+from ckptd.node.attempt import Attempt, node_file, rank_of, recorded_workers
 from ckptd.node.evidence import KernelLog, OomCounter
 from ckptd.node.keeper import Keeper
 from ckptd.node.retire import Holdings
@@ -34,7 +35,8 @@ from ckptd_shim import contract
 
 log = logging.getLogger(__name__)
 
-LIVE_INTERVAL_S = 0.5
+FIRST_LIVE_INTERVAL_S = 0.5
+FENCE_LOOK_S = 0.5
 WARMTH_INTERVAL_S = 5.0
 REAP_INTERVAL_S = 5.0
 THREADS = 32
@@ -52,6 +54,9 @@ class Settings:
     health_interval_s: float
     stop_grace_s: float
     orphan_timeout_s: float
+    fence_timeout_s: float | None = None
+    """None: the daemon is on this machine, and nothing can come between."""
+    live_interval_s: float = 0.5
     warm: warm.Recipe | None = None
     logs: logs.Rules = field(default_factory=logs.Rules)
 
@@ -72,7 +77,11 @@ class Settings:
 class Agent:
     """All state of a node agent. Everything but `run` and `_carry` happens on the event loop."""
 
-    def __init__(self, *, run_dir: str, run_id: str, node: str, socket: str, devices_wanted: int | None) -> None:
+    def __init__(
+        self, *, run_dir: str, run_id: str, node: str, devices_wanted: int | None, socket: str | None = None,
+        secret: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """`socket`: of a daemon on this machine. None: `dialling` says which address to dial, `secret` is to be proved."""
         self.run_dir = run_dir
         self.run_id = run_id
         self.node = node
@@ -82,7 +91,12 @@ class Agent:
         self.attempt: Attempt | None = None
         self._home = Place(run_dir)
         self._orders: queue.SimpleQueue[tuple[Attempt, Message] | None] = queue.SimpleQueue()
-        self._link = AgentLink(socket, hello=self._hello, on_order=self._on_order)
+        self._link = AgentLink(
+            self._where if socket is None else socket, hello=self._hello, on_order=self._on_order, secret=secret
+        )
+        self._store: tuple[int, Any] | None = None
+        """An attempt, and the store that its workers will meet at; it is handed on with the launch."""
+        self._opened: dict[str, Any] = {}
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="agent"))
         self._health: health.Health | None = None
@@ -139,6 +153,7 @@ class Agent:
             self._tell_where_training_is(),
             self._watch_health(),
             self._watch_orphanhood(),
+            self._watch_fence(),
             self._keep_warm(),
             self._reap_orphans(),
             self._mind_logs(),
@@ -157,6 +172,12 @@ class Agent:
 
     # --- talking to the daemon ---
 
+    def _where(self) -> tuple[str, int]:
+        """The address to dial now: whoever starts agents may have written another one since the last time."""
+        found = dialling.read(self.run_dir, self.node)
+        self._link.epoch = max(self._link.epoch, found.epoch)
+        return found.host, found.port
+
     def _hello(self) -> Message:
         return {
             "node": self.node,
@@ -174,6 +195,8 @@ class Agent:
             self.settings = Settings.from_message(order["settings"])
             self._keeper.tiers = self.settings.tiers
             self._kindle()
+        elif kind == "store":
+            self._spawn(self._open_store(int(order["attempt"])))
         elif kind == "launch":
             self._launch(order)
         elif kind == "stop":
@@ -225,6 +248,25 @@ class Agent:
 
     # --- orders ---
 
+    async def _open_store(self, number: int) -> None:
+        """Listen for the workers of all nodes of an attempt, at the address from which the daemon was dialled."""
+        if self._opened.get("attempt") == number:
+            self._link.event("store_opened", **self._opened)  # a new daemon asks once more
+            return
+        host = self._link.address or "127.0.0.1"
+        try:
+            store = await asyncio.to_thread(_open_store, host)
+        except Exception as error:
+            log.exception("no store for attempt %d", number)
+            why = f"node {self.node} cannot listen on {host} for the other nodes' workers: {error}"
+            self._link.event("failure_detected", attempt=number, detected_age_s=0.0, launch=True, detail=why)
+            return
+        if number in self._ended:
+            return
+        self._store = (number, store)
+        self._opened = {"attempt": number, "host": host, "port": store.port}
+        self._link.event("store_opened", **self._opened)
+
     def _launch(self, order: Message) -> None:
         number = int(order["context"]["attempt"])
         if self.attempt is not None:
@@ -247,6 +289,7 @@ class Agent:
             stop_grace_s=self.settings.stop_grace_s,
             oom=OomCounter(),
             kernel=self._kernel,
+            nodes=int(order["nodes"]),
             buses=self.devices.buses(dict(zip(order["ranks"], order["devices"], strict=True))),
         )
         self.attempt = attempt
@@ -278,12 +321,16 @@ class Agent:
             context = contract.LaunchContext.from_json(json.dumps(order["context"]), where="launch order")
             os.makedirs(attempt.directory, exist_ok=True)
             os.makedirs(context.save_dir, exist_ok=True)
-            launch_file = os.path.join(attempt.directory, "launch.json")
+            # Nodes may share the directory, as in a home that all of them mount.
+            name = "launch.json" if attempt.nodes == 1 else node_file("launch", self.node, "json")
+            launch_file = os.path.join(attempt.directory, name)
             context.write(launch_file)
-            store = elastic.open_store(order["host"])
+            host, node_rank = str(order["host"]), int(order["node_rank"])
+            store = self._store_of(attempt, host) if node_rank == 0 else None
             agent = elastic.make_agent(
-                run_id=self.run_id, attempt=attempt.number, host=order["host"], store=store,
-                node_rank=int(order["node_rank"]), nodes=int(order["nodes"]), argv=list(order["argv"]),
+                run_id=self.run_id, attempt=attempt.number, host=host, store=store,
+                port=int(order["port"]) if store is None else store.port, node_rank=node_rank, nodes=attempt.nodes,
+                ranks=attempt.ranks, world_size=int(order["world_size"]), argv=list(order["argv"]),
                 environments=self._environments(order, launch_file), directory=attempt.directory, warmth=self._warmth,
                 on_started=on_started, clear=lambda: self._clear(attempt.number),
             )  # fmt: skip
@@ -298,9 +345,17 @@ class Agent:
             log.exception("launching attempt %d failed", attempt.number)
             self._loop.call_soon_threadsafe(attempt.launch_failed, f"{type(error).__name__}: {error}")
 
+    def _store_of(self, attempt: Attempt, host: str) -> Any:
+        if attempt.nodes == 1:
+            return _open_store(host)
+        kept, self._store = self._store, None
+        if kept is None or kept[0] != attempt.number:
+            raise RuntimeError(f"the store of attempt {attempt.number} is not open")
+        return kept[1]
+
     def _clear(self, number: int) -> None:
         """End what a forkserver forked, or may be about to, of an attempt that will start cold."""
-        processes.sweep(self.run_id, number, [], spare=self._own_children)
+        processes.sweep(self.run_id, number, [], spare=self._own_children, node=self.node)
 
     def _say_why_cold(self, why: str) -> None:
         self._link.event("noted", level="warning", what=f"workers were started cold: {why}")
@@ -308,10 +363,12 @@ class Agent:
     def _environments(self, order: Message, launch_file: str) -> dict[int, dict[str, str]]:
         """The variables of each local rank, on top of this process's own and of what elastic sets."""
         indices = [int(index) for index in order["devices"]]
+        defaults = {**order["defaults"], **dialling.interface_settings(self._link.address)}
         common = {
-            **order["env"],
+            **warm.environment(defaults, order["env"]),
             contract.ENV_LAUNCH: launch_file,
             contract.ENV_RUN_ID: self.run_id,
+            contract.ENV_NODE: self.node,
             contract.ENV_ATTEMPT: str(order["context"]["attempt"]),
         }
         if self.devices.gpus:
@@ -327,11 +384,13 @@ class Agent:
 
     async def _sweep_orphans(self, number: int) -> None:
         """End the workers of an attempt that an earlier agent of this node launched."""
+        self._store = None
         directory = os.path.join(self.run_dir, "attempts", contract.attempt_dirname(number))
-        workers = recorded_workers(directory)
+        workers = recorded_workers(directory, self.node)
         swept = await asyncio.to_thread(
-            processes.sweep, self.run_id, number, list(workers.values()), spare=self._own_children
+            processes.sweep, self.run_id, number, list(workers.values()), spare=self._own_children, node=self.node
         )
+        self._ended.add(number)
         ranks = {worker.pid: rank for rank, worker in workers.items()}
         named = [{"pid": p.pid, "name": swept.names.get(p.pid, "?"), "seconds": swept.seconds} for p in swept.killed]
         stuck = [
@@ -379,7 +438,7 @@ class Agent:
         while True:
             # Said even where nothing runs: an agent that is silent counts as hanging.
             self._link.live(self.attempt.live() if self.attempt is not None else {"attempt": None, "ranks": {}})
-            await asyncio.sleep(LIVE_INTERVAL_S)
+            await asyncio.sleep(self.settings.live_interval_s if self.settings is not None else FIRST_LIVE_INTERVAL_S)
 
     async def _keep_warm(self) -> None:
         """Replace a forkserver that died or whose modules changed now, not when the next launch waits for it."""
@@ -424,6 +483,18 @@ class Agent:
             if self._health != before:
                 self._tell_health()
 
+    async def _watch_fence(self) -> None:
+        """End what this node carries alone, once the daemon may take the node for lost and launch elsewhere."""
+        while True:
+            await asyncio.sleep(FENCE_LOOK_S)
+            fence_s = self.settings.fence_timeout_s if self.settings is not None else None
+            attempt = self.attempt
+            if fence_s is None or attempt is None:
+                continue
+            alone_s = time.monotonic() - self._link.heard_at
+            if attempt.fenced(alone_s, fence_s):
+                attempt.fence(f"node {self.node} could not reach the daemon for {alone_s:.0f} s and ended its workers")
+
     async def _watch_orphanhood(self) -> None:
         """Without a daemon: go on for `orphan_timeout`, then save, stop, and leave."""
         asked = False
@@ -451,6 +522,9 @@ class Agent:
             self._exiting.set()
             return
         log.warning("saving and stopping attempt %d: %s", attempt.number, reason)
+        if 0 not in attempt.ranks:  # rank 0's node is alone as well, and asks for the save
+            self._spawn(self._stop_late(attempt))
+            return
         document = contract.Control(
             seq=self._control_seq + 1_000_000, attempt=attempt.number, interval_s=None, interval_steps=None,
             save_request=1_000_000, stop_after_save=True, reason=reason, issued_at=time.time(),
@@ -472,13 +546,30 @@ class Agent:
             self._exiting.set()
 
 
+def _open_store(host: str) -> Any:
+    from ckptd.node import elastic
+
+    return elastic.open_store(host)
+
+
 def main() -> None:
-    """Entry of `python -m ckptd.node`; one JSON object on the command line says what to carry."""
+    """Entry of `python -m ckptd.node`: `--stdin` starts an agent beside it, one JSON object says what to carry."""
+    if sys.argv[1:] == ["--stdin"]:
+        from ckptd.node import arrival
+
+        sys.exit(arrival.main())
     options = json.loads(sys.argv[1])
+    ready_fd = options.pop("ready_fd", None)
+    if options.pop("secret_on_stdin", False):
+        options["secret"] = parse_secret(sys.stdin.readline().strip(), where="standard input")
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         agent = Agent(**options)
     except CkptdError as error:
         print(f"ckptd: {error}", file=sys.stderr)
         sys.exit(int(error.exit_status))
+    if ready_fd is not None:
+        os.write(ready_fd, b"ready\n")
+        os.close(ready_fd)
     agent.run()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -27,9 +28,10 @@ log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.05
 STACKS_PATIENCE_S = 3.0
+STILL_STEPS = 3.0
+"""Times the usual step time that may pass without a step before an attempt counts as one that does not move."""
 EARLY_EXIT_PATIENCE_S = 5.0
 """How long the others may live on after a rank left with status 0 in the middle of training."""
-WORKERS_FILE = "workers.json"
 
 Emit = Callable[..., None]
 
@@ -64,6 +66,8 @@ class Attempt:
     stop_grace_s: float = 3.0
     oom: OomCounter = field(default_factory=OomCounter)
     kernel: KernelLog | None = None
+    nodes: int = 1
+    """On how many nodes the attempt has workers."""
     buses: Mapping[int, str] = field(default_factory=dict)
     """rank -> PCI address of its GPU, where that is known."""
     workers: dict[int, Process] = field(default_factory=dict)
@@ -73,6 +77,8 @@ class Attempt:
     finished_report: dict[str, Any] | None = None
     unkillable: list[Process] = field(default_factory=list)
     """What survived SIGKILL, once the attempt has ended."""
+    moved_at: float = field(default_factory=time.monotonic)
+    """When a rank of this node was last seen to have come further."""
     _failed: bool = False
     _wants_stacks: bool = False
     _stopping: bool = False
@@ -85,7 +91,8 @@ class Attempt:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._tail = ReportTail(os.path.join(self.directory, contract.REPORT_FILE))
+        if 0 in self.ranks:  # where nodes share the directory, others must not tell what rank 0 has written
+            self._tail = ReportTail(os.path.join(self.directory, contract.REPORT_FILE))
 
     # --- beginning ---
 
@@ -102,7 +109,7 @@ class Attempt:
             self.workers[rank] = processes.identify(pid) or Process(pid, 0)
         document = {str(r): {"pid": p.pid, "start_time": p.start_time} for r, p in self.workers.items()}
         with contextlib.suppress(OSError):  # a full disk: the mark in the environment still finds them
-            contract.write_atomically(os.path.join(self.directory, WORKERS_FILE), json.dumps(document).encode())
+            contract.write_atomically(_workers_path(self.directory, self.node), json.dumps(document).encode())
         self.emit("workers_started", attempt=self.number, mono=mono, workers=document, warm=warm)
         loop = asyncio.get_running_loop()
         for rank, fd in pidfds.items():
@@ -142,9 +149,11 @@ class Attempt:
 
     def look(self) -> None:
         """Read what the workers have written since the last look."""
-        self.pulses.update(read_pulses(self.directory, self.ranks))
-        assert self._tail is not None
-        for line in self._tail.read():
+        pulses = read_pulses(self.directory, self.ranks)
+        if any(_place(pulse) != _place(self.pulses.get(rank)) for rank, pulse in pulses.items()):
+            self.moved_at = time.monotonic()
+        self.pulses.update(pulses)
+        for line in self._tail.read() if self._tail is not None else ():
             self._report(line)
 
     def _report(self, line: dict[str, Any]) -> None:
@@ -167,7 +176,29 @@ class Attempt:
         """A message for the daemon: where training is."""
         return {"attempt": self.number, "ranks": live_picture(self.pulses)}
 
+    def fenced(self, alone_s: float, fence_s: float) -> bool:
+        """Whether nobody may rely on this attempt any more, `alone_s` seconds after the daemon last heard from here.
+
+        An attempt on this node alone may be replaced by another elsewhere. One over several nodes cannot be as long as
+        it moves: all of them would have been stopped first. So it is merely the daemon that is gone.
+        """
+        if alone_s < fence_s:
+            return False
+        usual = max((pulse.step_s or 0.0 for pulse in self.pulses.values()), default=0.0)
+        moves = time.monotonic() - self.moved_at < max(fence_s, STILL_STEPS * usual)
+        return self.nodes == 1 or not moves
+
     # --- ending ---
+
+    def fence(self, why: str) -> None:
+        """End the workers at once, since another attempt may begin elsewhere."""
+        if self._stopping:
+            return
+        self._failed = True
+        now = time.monotonic()
+        self.emit("failure_detected", attempt=self.number, mono=now, detected_age_s=0.0, lost="node", detail=why,
+                  step=self.step)  # fmt: skip
+        self.stop(grace=False)
 
     def _on_exit(self, rank: int, fd: int) -> None:
         asyncio.get_running_loop().remove_reader(fd)
@@ -280,7 +311,7 @@ class Attempt:
                 self._signal_session(self.workers[rank], signal.SIGTERM)
             await asyncio.to_thread(processes.wait_gone, [self.workers[r] for r in self._killing], grace)
         swept = await asyncio.to_thread(
-            processes.sweep, self.run_id, self.number, list(self.workers.values()), spare=self.spare
+            processes.sweep, self.run_id, self.number, list(self.workers.values()), spare=self.spare, node=self.node
         )
         deadline = time.monotonic() + 2.0
         while len(self.exits) < len(self.workers) and time.monotonic() < deadline and not swept.unkillable:
@@ -314,9 +345,8 @@ class Attempt:
     def _ended_well(self, rank: int) -> bool:
         """With status 0, or ended by us after it was through with `close` and would not go."""
         exit_ = self.exits[rank]
-        return exit_.exitcode == 0 or (
-            exit_.killed_by_us and exit_.phase is Phase.END and self.finished_report is not None
-        )
+        closed = self.finished_report is not None or 0 not in self.ranks
+        return exit_.exitcode == 0 or (exit_.killed_by_us and exit_.phase is Phase.END and closed)
 
     def _signal_session(self, worker: Process, number: signal.Signals) -> None:
         if processes.alive(worker):
@@ -329,8 +359,8 @@ class Attempt:
         return own is None or kernel_log.same_bus(own, bus)
 
     def evidence(self) -> list[dict[str, Any]]:
-        """What is known of each worker's end, in the form that the diagnosis reads."""
-        first = min((e.mono for e in self.exits.values()), default=0.0)
+        """What is known of each worker's end, in the form that the diagnosis reads; `t` is relative to now."""
+        now = time.monotonic()
         oom = self.oom.rose()
         kernel = self.kernel.news() if self.kernel is not None else kernel_log.Findings()
         found = []
@@ -343,7 +373,7 @@ class Attempt:
                     "node": self.node,
                     "exitcode": exit_.exitcode if exit_ is not None else None,
                     "order": exit_.order if exit_ is not None else len(self.workers),
-                    "t": exit_.mono - first if exit_ is not None else 0.0,
+                    "t": exit_.mono - now if exit_ is not None else 0.0,
                     "killed_by_us": exit_.killed_by_us if exit_ is not None else True,
                     "left_early": exit_ is not None and exit_.exitcode == 0 and self._left_early(rank),
                     "oom_killed": oom or (bool(kernel.oom_killed) and self.workers[rank].pid in kernel.oom_killed),
@@ -387,10 +417,23 @@ def _size(path: str) -> int:
         return 0
 
 
-def recorded_workers(attempt_dir: str) -> dict[int, Process]:
-    """The workers that an earlier agent launched for an attempt, by rank, as it wrote them down."""
+def _place(pulse: contract.Pulse | None) -> tuple[int, Phase] | None:
+    return None if pulse is None else (pulse.step, pulse.phase)
+
+
+def _workers_path(attempt_dir: str, node: str) -> str:
+    return os.path.join(attempt_dir, node_file("workers", node, "json"))
+
+
+def node_file(what: str, node: str, suffix: str) -> str:
+    """Name of a file that each node has for itself, also where several share the directory: `workers-h1.json`."""
+    return f"{what}-{re.sub(r'[^A-Za-z0-9._-]', '_', node)}.{suffix}"
+
+
+def recorded_workers(attempt_dir: str, node: str) -> dict[int, Process]:
+    """The workers that an earlier agent of this node launched for an attempt, by rank, as it wrote them down."""
     try:
-        with open(os.path.join(attempt_dir, WORKERS_FILE), "rb") as file:
+        with open(_workers_path(attempt_dir, node), "rb") as file:
             document = json.load(file)
         return {int(rank): Process(int(w["pid"]), int(w["start_time"])) for rank, w in document.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

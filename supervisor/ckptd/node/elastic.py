@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -49,12 +49,18 @@ def open_store(host: str) -> TCPStore:
 
 
 class FixedRendezvous(RendezvousHandler):
-    """A rendezvous without a meeting: the daemon has decided who takes part, the store is new for each attempt."""
+    """A rendezvous without a meeting: the daemon has decided who takes part, the store is new for each attempt.
 
-    def __init__(self, *, run_id: str, store: TCPStore, host: str, node_rank: int, nodes: int) -> None:
+    `store` None: the first node keeps it open at `host` and `port`, where the workers meet.
+    """
+
+    def __init__(
+        self, *, run_id: str, store: TCPStore | None, host: str, port: int, node_rank: int, nodes: int
+    ) -> None:
         self._run_id = run_id
-        self._store = store
+        self._store: Store = HashStore() if store is None else store
         self._host = host
+        self._port = port
         self._node_rank = node_rank
         self._nodes = nodes
 
@@ -70,7 +76,7 @@ class FixedRendezvous(RendezvousHandler):
             PrefixStore("elastic", self._store),
             self._node_rank,
             self._nodes,
-            RendezvousStoreInfo(self._host, self._store.port),
+            RendezvousStoreInfo(self._host, self._port),
         )
 
     def is_closed(self) -> bool:
@@ -164,15 +170,35 @@ class AttemptAgent(LocalElasticAgent):
         spec: WorkerSpec,
         logs: LogsSpecs,
         *,
+        ranks: list[int],
+        world_size: int,
         warmth: Warmth | None,
         on_started: Callable[[dict[int, int], bool], None],
         clear: Callable[[], None],
     ) -> None:
         super().__init__(spec, logs, start_method="spawn", exit_barrier_timeout=0)
+        self._ranks = ranks
+        self._world_size = world_size
         self._warmth = warmth
         self._on_started = on_started
         self._clear = clear
         self.release = threading.Event()
+
+    def _assign_worker_ranks(
+        self,
+        store: Store,  # noqa: ARG002  elastic's signature
+        group_rank: int,  # noqa: ARG002
+        group_world_size: int,  # noqa: ARG002
+        spec: WorkerSpec,  # noqa: ARG002
+    ) -> list[Worker]:
+        """The daemon has said which ranks are here: no agent has to wait for those of other nodes to find that out."""
+        return [
+            Worker(
+                local_rank=local, global_rank=rank, role_rank=rank, world_size=self._world_size,
+                role_world_size=self._world_size,
+            )
+            for local, rank in enumerate(self._ranks)
+        ]  # fmt: skip
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # Elastic installs handlers that raise in the main thread; the node agent's own handlers come back at once.
@@ -283,9 +309,12 @@ def make_agent(
     run_id: str,
     attempt: int,
     host: str,
-    store: TCPStore,
+    port: int,
+    store: TCPStore | None,
     node_rank: int,
     nodes: int,
+    ranks: list[int],
+    world_size: int,
     argv: list[str],
     environments: dict[int, dict[str, str]],
     directory: str,
@@ -303,14 +332,17 @@ def make_agent(
         entrypoint=argv[0],
         args=tuple(argv[1:]),
         rdzv_handler=FixedRendezvous(
-            run_id=f"{run_id}-a{attempt:04d}", store=store, host=host, node_rank=node_rank, nodes=nodes
+            run_id=f"{run_id}-a{attempt:04d}", store=store, host=host, port=port, node_rank=node_rank, nodes=nodes
         ),
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
         master_addr=host,
-        master_port=store.port,
+        master_port=port,
     )
-    return AttemptAgent(spec, AttemptLogs(directory, environments), warmth=warmth, on_started=on_started, clear=clear)
+    return AttemptAgent(
+        spec, AttemptLogs(directory, environments), ranks=ranks, world_size=world_size, warmth=warmth,
+        on_started=on_started, clear=clear,
+    )  # fmt: skip
 
 
 def warm_up() -> None:

@@ -92,15 +92,19 @@ def dying(process: Process) -> bool:
 
 
 def members(
-    run_id: str, attempt: int, workers: Iterable[Process], *, spare: Callable[[], Collection[int]] | None = None
-) -> list[Process]:
+    run_id: str, attempt: int, workers: Iterable[Process], *, spare: Callable[[], Collection[int]] | None = None,
+    node: str | None = None,
+) -> list[Process]:  # fmt: skip
     """Every living process of an attempt: the workers, their sessions, what carries its mark, and orphans of those.
 
     A child that made its own session is found by `CKPTD_RUN_ID` and `CKPTD_ATTEMPT` in the environment it began with,
     or because it became a child of this process (a subreaper) when its parent died. `spare` tells the pids of this
     process's own children, to leave alone; None: this process is no subreaper, none of its children are looked at.
+    `node`: what carries the mark of another node is none of ours.
     """
-    run_mark = f"{contract.ENV_RUN_ID}={run_id}".encode()
+    marks = {f"{contract.ENV_RUN_ID}={run_id}".encode()}
+    if node is not None:
+        marks.add(f"{contract.ENV_NODE}={node}".encode())
     attempt_marks = {f"{contract.ENV_ATTEMPT}={name}".encode() for name in (attempt, FORKSERVER_MARK)}
     helper_mark = "=".join(HELPER_MARK).encode()
     leaders = {worker.pid: worker.start_time for worker in workers}
@@ -120,7 +124,7 @@ def members(
         in_session = stat.session in leaders and _leads(stat.session, leaders[stat.session])
         if not ours and not in_session:
             environment = _environment(pid)
-            marked = run_mark in environment and bool(attempt_marks & environment)
+            marked = marks <= environment and bool(attempt_marks & environment)
             adopted = spare is not None and stat.parent == me and helper_mark not in environment and not _unborn(pid)
             if not marked and not adopted:
                 continue
@@ -218,6 +222,7 @@ def sweep(
     *,
     spare: Callable[[], Collection[int]] | None = None,
     timeout: float = 10.0,
+    node: str | None = None,
 ) -> Swept:
     """SIGKILL everything that is left of an attempt and verify that it is gone.
 
@@ -230,7 +235,7 @@ def sweep(
     names: dict[int, str] = {}
     left: list[Process] = []
     while True:
-        found = members(run_id, attempt, workers, spare=spare)
+        found = members(run_id, attempt, workers, spare=spare, node=node)
         if not found:
             left = []
             break

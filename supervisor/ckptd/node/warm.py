@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,13 @@ class Recipe:
     @classmethod
     def from_message(cls, data: dict[str, Any]) -> Recipe:
         """As the daemon sends it."""
-        env, preload = tuple(sorted(data["env"].items())), tuple(data["preload"])
+        env, preload = tuple(sorted(environment(data["defaults"], data["env"]).items())), tuple(data["preload"])
         return cls(python=data["python"], env=env, cwd=data["cwd"], path=data["path"], preload=preload)
+
+
+def environment(defaults: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
+    """Variables of every worker, on top of this process's own: `settings` over these over `defaults`."""
+    return {key: value for key, value in defaults.items() if key not in os.environ} | dict(settings)
 
 
 def become_subreaper() -> None:

@@ -259,6 +259,8 @@ _any_event = st.one_of(
     _of(ev.RunEnded, outcome=st.sampled_from(["finished", "failed", "stopped", "unavailable"])),
     _of(ev.AgentConnected, node=_nodes, devices=st.just([{"index": 0}, {"index": 1}]), running=st.none() | _attempt),
     _of(ev.AgentLost, node=_nodes),
+    _of(ev.NodeLost, node=_nodes, silent_s=st.floats(0, 100)),
+    _of(ev.StoreOpened, port=st.integers(1, 9), **_in_attempt),
     _of(ev.HealthReported, node=_nodes, unhealthy=st.lists(st.integers(0, 2), max_size=2)),
     _of(ev.InventoryReported, node=_nodes, chosen=_chosen, commits=st.integers(0, 2), problem=st.sampled_from(["", "x"]),
         newest_sequence=st.integers(0, 9)),
@@ -341,8 +343,10 @@ _worlds = st.builds(
         on_reject=st.sampled_from(["skip", "rollback", "stop"]),
         rollback_after=st.integers(1, 3),
         wait_for_devices_s=st.just(600.0),
+        orphan_timeout_s=st.just(300.0),
     ),
-    st.sampled_from([{"a": 2}, {"a": 1, "b": 1}, {"a": 2, "b": 1, "c": 2}]),
+    st.sampled_from([{"a": 2}, {"a": 1, "b": 1}, {"b": 2, "a": 1, "c": 2}]),
+    remote=st.booleans(),
 )
 
 

@@ -38,7 +38,8 @@ def make(directory):
 
 def order(directory, number):
     return {
-        "type": "launch", "ranks": [0], "devices": [0], "env": {}, "argv": [], "host": "127.0.0.1",
+        "type": "launch", "ranks": [0], "devices": [0], "defaults": {}, "env": {}, "argv": [], "host": "127.0.0.1",
+        "nodes": 1, "node_rank": 0, "world_size": 1,
         "context": {"attempt": number, "attempt_dir": str(directory / str(number))},
     }  # fmt: skip
 
