@@ -28,6 +28,7 @@ from ckptd_shim.extras import Packer
 from ckptd_shim.guard import NormWatch
 from ckptd_shim.slowdown import Slowdown
 from ckptd_shim.staging import Stager, local
+from ckptd_shim.state import LASTING
 from ckptd_shim.writing import (
     TensorWriter,
     check_plan,
@@ -136,7 +137,7 @@ class Saver:
         self._stager = Stager(rank=ranks.rank)
         self._gently = background.Gently(name="ckptd-gentle")
         self._writer = TensorWriter(rank=ranks.rank, group=ranks.group, durable=target.durable, gently=self._gently)
-        self._packer = Packer("schema", "layout")
+        self._packer = Packer(*LASTING)
         self._late = late
         self._copying: Copying | None = None
         self.slowdown = Slowdown()

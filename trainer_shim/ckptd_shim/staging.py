@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptd_shim.background import at_once
 from ckptd_shim.copying import Copying
+from ckptd_shim.state import LASTING
 from ckptd_shim.trees import map_tensors
 
 if TYPE_CHECKING:
@@ -98,7 +99,11 @@ class Stager:
                     pairs[key] = staged[key], source
                 else:
                     staged[key] = copy(key, source)
-            tree = map_tensors(snapshot.tree, lambda path, tensor: copy(path, local(tensor)))
+            shared = snapshot.tree["shared"]
+            lasting = {key: shared[key] for key in LASTING if key in shared}
+            tree = {**snapshot.tree, "shared": {key: value for key, value in shared.items() if key not in lasting}}
+            tree = map_tensors(tree, lambda path, tensor: copy(path, local(tensor)))
+            tree["shared"] |= lasting
         for device in waits:
             torch.cuda.current_stream(device).synchronize()
         # Buffers of what is no longer there would only hold memory.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -30,6 +30,10 @@ from ckptd_shim.trees import join_dtensors, split_dtensors
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """Attribute names that torch.compile and activation checkpointing put into a parameter's name."""
 _EXTRA_STATE = "_extra_state"
+
+
+LASTING: Final = ("schema", "layout")
+"""Parts of the shared tree that are the same from save to save, and hold no tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +96,7 @@ class TrainState:
         self.models = _modules(model)
         names: Names = {}
         self._parameters: dict[str, str] = {}
+        self._keys: dict[str, dict[str, str]] = {}
         first: dict[torch.Tensor, str] = {}
         for prefix, module in self.models.items():
             if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
@@ -158,14 +163,26 @@ class TrainState:
         tensors: dict[str, torch.Tensor] = {}
         rest: dict[str, Any] = {}
         for prefix, module in self.models.items():
-            # torch refuses a module without any state.
-            for key, value in (get_model_state_dict(module) if module.state_dict() else {}).items():
+            for key, value in self._state_of(prefix, module).items():
                 full = f"model.{prefix}{key}"
                 if isinstance(value, torch.Tensor) and not key.endswith(_EXTRA_STATE):
                     tensors[full] = value
                 else:
                     rest[full] = value
         return tensors, rest
+
+    def _state_of(self, prefix: str, module: nn.Module) -> dict[str, Any]:
+        """What `get_model_state_dict` gives, which takes long to find out how each key is called without its wrappers."""
+        raw = module.state_dict()
+        names = self._keys.setdefault(prefix, {})
+        if raw.keys() == names.keys():
+            return {names[key]: value for key, value in raw.items()}
+        state = get_model_state_dict(module) if raw else {}  # torch refuses a module without any state
+        names.clear()
+        ours = {key: canonical_name(module, key) for key in raw}
+        if len(set(ours.values())) == len(ours) and set(ours.values()) == state.keys():
+            names.update(ours)
+        return state
 
     def _buffers(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What ranks need not hold alike, unlike parameters: the running statistics of a BatchNorm, say."""
