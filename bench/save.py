@@ -101,8 +101,8 @@ def rank_main(rank, options, scratch, directory):
         store = dist.FileStore(os.path.join(scratch, "store"), options.ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     work = Work(options)
-    result = {way: {"call": [], "wall": [], "commit": [], "during": [], "extra": []} for way in options.ways}
-    result |= {"copy": [], "first_call": None, "staged": sum(t.nbytes for t in work.local)}
+    result = {way: {"call": [], "wall": [], "commit": [], "during": [], "extra": [], "cpu": []} for way in options.ways}
+    result |= {"copy": [], "copy_cpu": [], "staged": sum(t.nbytes for t in work.local)}
     shims = {}
     group = dist.new_group(backend="gloo") if options.ranks > 1 else None
     for way in ("ckptd", "ckptd, no overlap"):
@@ -120,10 +120,11 @@ def rank_main(rank, options, scratch, directory):
         if targets:
             if group is not None:
                 dist.barrier()
-            begun = time.perf_counter()
+            begun, cpu = time.perf_counter(), time.process_time()
             for target, source in zip(targets, work.local, strict=True):
                 target.copy_(source)
             result["copy"].append(slowest(time.perf_counter() - begun, options.ranks))
+            result["copy_cpu"].append(slowest(time.process_time() - cpu, options.ranks))
         for way in options.ways:
             place = os.path.join(directory, f"{way.split('.')[0]}-{number}".replace(", ", "-"))
             one = measure(way, work, shims.get(way), place, options, group=group, rank=rank)
@@ -150,6 +151,7 @@ def measure(way, work, shim, place, options, *, group, rank):
     committed = None
     done = threading.Event()
     steps = []
+    cpu = time.process_time()
     with Peak() as peak:
         begun = time.perf_counter()
         work.step()
@@ -204,6 +206,7 @@ def measure(way, work, shim, place, options, *, group, rank):
         "commit": slowest(committed - before, ranks),
         "during": slowest(statistics.fmean(steps) if steps else 0.0, ranks),
         "extra": slowest(float(peak.extra), ranks),
+        "cpu": slowest(time.process_time() - cpu, ranks),
     }
 
 
@@ -243,6 +246,8 @@ def report(options, result):
         f"medians of {options.repeat} (smallest to largest)"
     )
     print(f"  plain copy into warm buffers {spread(result['copy'][1:])} s" if result["copy"] else "")
+    if result["copy"]:
+        print(f"  its processor time           {spread(result['copy_cpu'][1:])} s")
     print(f"  a step without a save        {alone:8.3f} s")
     rows = {}
     for way in options.ways:
@@ -258,6 +263,7 @@ def report(options, result):
             "step_ratio": statistics.median(during) if during else None,
             "extra_copies": statistics.median(one["extra"]) / result["staged"],
             "call_copies": statistics.median(one["call"]) / copy,
+            "cpu_s": statistics.median(one["cpu"]) - statistics.median(result["none"]["cpu"][1:]),
             "price_copies": statistics.median(prices) / copy,
         }
         rows[way] = row
@@ -267,6 +273,7 @@ def report(options, result):
         print(f"  save to commit     {spread(one['commit'])} s")
         if during:
             print(f"  steps meanwhile    {spread(during)} of a step without")
+        print(f"  processor time     {row['cpu_s']:8.3f} s more than the same steps without")
         print(f"  extra memory       {row['extra_copies']:.2f} copies")
     print(
         json.dumps(
