@@ -37,7 +37,7 @@ def pairs(count=3, size=3_000_000):
 
 def test_several_threads_copy_every_piece_once():
     for _ in range(5):
-        given = pairs()
+        given = pairs(4)
         wanted = {key: source.clone() for key, (_, source) in given.items()}
         copying = Copying(given)
         helpers = [threading.Thread(target=copying.work) for _ in range(3)]
@@ -166,8 +166,7 @@ def test_what_the_optimizer_waits_for_is_part_of_the_stall(tmp_path):
     waiting = threading.Thread(target=shim.before_optimizer_step)
     waiting.start()
     assert not copying._copied.wait(0.3)
-    copying._pieces.append(piece)
-    copying._copy_piece()
+    copying._copy(*piece, count=1)
     waiting.join()
     assert shim._waited_s >= 0.25
     assert copying.stalled_s >= 0.25

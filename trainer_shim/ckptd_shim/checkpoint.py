@@ -427,7 +427,8 @@ class Saver:
 
     def _copied(self, copying: Copying) -> Problem | None:
         """See the copy through to its end; the problem if it is not one of the state at the save."""
-        changed = copying.result(self._gently)
+        # Not gently: the optimizer may be waiting for it at any moment.
+        changed = copying.result()
         if changed is None:
             return None
         self._late = False

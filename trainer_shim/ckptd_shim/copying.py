@@ -13,17 +13,14 @@ import ctypes
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
-from ckptd_shim.background import at_once
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 _PIECE: Final = 4 << 20
 """Bytes that are copied in one go: how long the optimizer may have to wait for a piece that another thread has begun."""
+_RUN: Final = 16
+"""Pieces that the thread which training waits for takes at once: each copy with several threads has its own start and end."""
 _PROBE: Final = 64
 
 
@@ -75,21 +72,40 @@ class Copying:
                 event.record(stream)
             self._events.append((device, event))
 
-    def work(self, gently: Callable[[Callable[[], None]], None] = at_once) -> None:
+    def work(self) -> None:
         """Copy until nothing is left to begin, and wait for what others have begun."""
         with contextlib.suppress(IndexError):
             while True:
-                gently(self._copy_piece)
+                self._copy(*self._pieces.popleft(), count=1)
         self._copied.wait()
 
-    def _copy_piece(self) -> None:
-        target, source, begin, end = self._pieces.popleft()
+    def _hasten(self) -> None:
+        """The same from the other end, in larger parts."""
+        while True:
+            try:
+                target, source, begin, end = self._pieces.pop()
+            except IndexError:
+                break
+            count, least = 1, max(0, end - _RUN * (end - begin))
+            while begin > least:
+                try:
+                    piece = self._pieces.pop()
+                except IndexError:
+                    break
+                if piece[1] is not source or piece[3] != begin:
+                    self._pieces.append(piece)
+                    break
+                begin, count = piece[2], count + 1
+            self._copy(target, source, begin, end, count=count)
+        self._copied.wait()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, begin: int, end: int, *, count: int) -> None:
         if end - begin == source.numel():
             target.copy_(source)
         else:
             target.reshape(-1)[begin:end].copy_(source.reshape(-1)[begin:end])
         with self._lock:
-            self._left -= 1
+            self._left -= count
             if not self._left:
                 self._copied.set()
 
@@ -103,16 +119,16 @@ class Copying:
         begun = time.monotonic()
         with self._lock:
             self._waits_since = begun
-        self.work()
+        self._hasten()
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
         self._verify()
         self._events.clear()
         return time.monotonic() - begun
 
-    def result(self, gently: Callable[[Callable[[], None]], None] = at_once) -> str | None:
+    def result(self) -> str | None:
         """Copy to the end. Returns what has changed meanwhile, None: nothing, and the copy is the state at the save."""
-        self.work(gently)
+        self.work()
         for _, event in list(self._events):
             event.synchronize()
         self._verify()
