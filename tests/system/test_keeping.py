@@ -145,6 +145,9 @@ def test_a_run_goes_back_at_once_and_what_came_after_is_suspect(small, reference
     assert job.ckptd("stop", str(job.run_dir)).returncode == 0
     assert job.wait() == 75
     assert job.status()["failures"] == 0
+    story = keep(job, "report")
+    assert [(r["to_step"], r["why"]) for r in story["rollbacks"]] == [(target.step, "the loss looks odd")]
+    assert [a["resumed_step"] for a in story["attempts"]] == [None, target.step], "both branches are told of"
 
     # And without a daemon: the next one starts there.
     newest = max(e.step for e in job.of(ev.SaveCommitted) if e.attempt == 2)

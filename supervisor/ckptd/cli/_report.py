@@ -13,6 +13,7 @@ import click
 from ckptd import report as story
 from ckptd.cli import _text
 from ckptd.cli._ask import json_option, read_status, run_argument
+from ckptd.core import events
 from ckptd.errors import ExitStatus, UsageError
 from ckptd.ledger import Ledger
 from ckptd.rundir import find_run
@@ -51,6 +52,11 @@ def report(run: str | None, as_json: bool, as_text: bool, output: str | None, wh
             "interval": status["interval"],
             "attempts": ledger.rows("attempts"),
             "interruptions": ledger.rows("interruptions"),
+            "rollbacks": [
+                {"at": event.at, **events.data_of(event)}
+                for _, event in ledger.events()
+                if isinstance(event, events.RolledBack)
+            ],
             "restarts": ledger.rows("restarts"),
             "saves": ledger.rows("saves"),
         }
@@ -107,6 +113,9 @@ def readable(document: dict[str, Any], status: dict[str, Any]) -> str:
         lines += [f"  {_question(row):34} interval {_text.seconds(row['interval_s']):>9}, goodput {row['goodput']:6.1%}"
                   for row in document["what_if"]]  # fmt: skip
         lines.append("")
+    for row in document["rollbacks"]:
+        why = f": {row['why']}" if row["why"] else ""
+        lines += [f"{_text.clock(row['at'])} rolled back to step {row['to_step']} by {row['source']}{why}", ""]
     if document["interruptions"]:
         lines.append("interruptions:")
         for row in document["interruptions"][-20:]:
