@@ -91,7 +91,8 @@ def document(
                 rework_s=account.seconds_by_phase["wasted_progress"],
                 failures=estimate.failures,
                 upload_s=estimate.upload_s,
-                decision=decision,
+                decision=decision
+                and dataclasses.replace(decision, best_s=interval.decide(estimate, state.policy).best_s),
             )
         ),
         "failures": state.failures,

@@ -80,3 +80,27 @@ def test_an_interval_in_steps_is_shown_as_it_was_asked_for():
     past = picture.replay(history(interval_steps=500)[:9])
     decided = picture.apply(past, picture.decide(past, 1.6)[0].event)
     assert status.document(decided, t=2.0, live=LIVE)["interval"]["steps"] == 500
+
+
+def test_the_audit_says_what_to_do_with_what_is_known_now():
+    """An interval of job.yaml is decided once, before anything is measured; the advice comes later."""
+    happened = [*history(interval_s=2.0)[:9], ev.IntervalDecided(t=1.6, interval_s=2.0, reason="job.yaml asks for 2 s")]
+    t = 2.0
+    for attempt in range(1, 12):
+        happened += [
+            ev.SaveCommitted(t=t + 50, attempt=attempt, step=10 * attempt, tier="disk", stall_s=5.0, upload_s=1.0),
+            ev.FailureDetected(t=t + 50.5, detected_t=t + 50.5, attempt=attempt, node="local", rank=0, exitcode=-9),
+            ev.AttemptEnded(t=t + 51, attempt=attempt, node="local"),
+            ev.Interrupted(t=t + 50.5, detected_t=t + 50.5, attempt=attempt, cause="signal"),
+            ev.AttemptLaunched(t=t + 52, attempt=attempt + 1, world_size=2, placement={"local": [0, 1]},
+                               resume={"step": 10 * attempt, "attempt": attempt}),
+            ev.FirstStep(t=t + 60, attempt=attempt + 1, step=10 * attempt + 1),
+        ]  # fmt: skip
+        t += 60
+    document = status.document(picture.replay(happened), t=t)
+    audit = document["audit"]
+    assert (audit["failures"], audit["saving_s"], audit["balanced"]) == (11, 55.0, False)
+    assert "saves too often; let it be auto, or about" in audit["advice"]
+    rates = document["estimates"]["failures_per_day_by_severity"]
+    assert sum(rates.values()) == pytest.approx(86_400 / document["estimates"]["mtbf_s"])
+    assert rates["process"] > 0.9 * sum(rates.values())
