@@ -323,7 +323,21 @@ def test_what_the_pages_show_after_a_kill_and_a_save(make_job):
     assert samples["ckptd_checkpoint_bytes"][0].value > 1000
     assert abs(samples["ckptd_last_heartbeat_timestamp_seconds"][0].value - time.time()) < 10
 
-    for address, code in (("/", 200), ("/nothing", 404)):
+    told = json.loads(page(f"{base}/api/overview")[1])
+    (interruption,) = told["interruptions"]
+    assert (interruption["cause"], interruption["rank"], interruption["attempt"]) == ("signal", 1, 1)
+    assert told["restarts"]["newest"][0]["total_s"] == pytest.approx(samples["ckptd_restart_seconds_sum"][0].value)
+    assert told["checkpoints"]["disk"]["committed"] >= committed["committed"]
+    spent = told["timeline"]["seconds_by_phase"]
+    assert sum(map(sum, spent.values())) == pytest.approx(told["wall_s"], rel=1e-3)
+    assert sum(spent["wasted_progress"]) == pytest.approx(
+        status["last_interruption"]["lost_seconds"], rel=1e-3, abs=1e-3
+    )
+    report = job.directory / "report.html"
+    assert job.ckptd("report", str(job.run_dir), "-o", str(report)).returncode == 0
+    assert interruption["detail"] in report.read_text()
+
+    for address, code in (("/", 200), ("/static/page.js", 200), ("/nothing", 404)):
         assert page(base + address)[0] == code
     assert job.ckptd("stop", str(job.run_dir), "--now").returncode == 0
     assert job.wait() == 75

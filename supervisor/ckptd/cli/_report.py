@@ -47,7 +47,7 @@ def report(run: str | None, as_json: bool, as_text: bool, output: str | None, wh
             "outcome": status["outcome"],
             "step": status["step"],
             "goodput": status["goodput"],
-            **{name: drawn[name] for name in ("ettr", "waste", "what_if", "checkpoints", "causes")},
+            **{name: drawn[name] for name in ("ettr", "degraded", "waste", "what_if", "checkpoints", "causes")},
             "estimates": status["estimates"],
             "interval": status["interval"],
             "attempts": ledger.rows("attempts"),
@@ -87,7 +87,10 @@ def _give(text: str, output: str | None) -> None:
 
 def readable(document: dict[str, Any], status: dict[str, Any]) -> str:
     """The report as text."""
-    lines = [_text.summary(status), ""]
+    lines = [_text.summary(status), f"  ETTR {document['ettr']:.1%} of the device time that was wanted"]
+    if document["degraded"] > 0:
+        lines[-1] += f"; {document['degraded']:.1%} of it were devices missing (degraded)"
+    lines.append("")
     committed = [save for save in document["saves"] if save["outcome"] == "committed"]
     if committed:
         stall = statistics.median(save["stall_s"] for save in committed)

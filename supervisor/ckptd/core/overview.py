@@ -99,9 +99,15 @@ class Overview:
         self._began_at: float | None = None
         self._ended_at: float | None = None
         self._cycles = whatif.Cycles()
+        self._applied = 0
+        self._answered = -1
+        self._answers: list[dict[str, Any]] = []
 
     def apply(self, event: ev.Event) -> None:
         """Take in one event."""
+        if isinstance(event, ev.Progress):
+            return  # says nothing that the next event does not, and most of a long ledger is this
+        self._applied += 1
         self._moved(accounting.apply(self.account, event))
         self.stretches.saw(self.account, event)
         here = self.account.wall_s
@@ -148,14 +154,12 @@ class Overview:
         wanted = math.fsum(devices.values())
         stretches = self.stretches.all(account)
         estimate = _estimate(status)
-        questions = whatif.answers(
-            asked,
-            stretches=stretches,
-            account=account,
-            estimate=estimate,
-            policy=self.policy,
-            cycle_s=self._cycles.mean_s,
-        )
+        if self._answered != self._applied or asked is not None:  # the dearest part: not again while nothing happens
+            self._answered = self._applied
+            self._answers = whatif.answers(
+                asked, stretches=stretches, account=account, estimate=estimate, policy=self.policy,
+                cycle_s=self._cycles.mean_s,
+            )  # fmt: skip
         return {
             "status": {key: value for key, value in status.items() if key not in _NOT_SHOWN},
             "nodes": _nodes(status),
@@ -177,7 +181,7 @@ class Overview:
             "drills": {**self._drills, "newest": self._drill},
             "causes": sorted(self._causes.values(), key=lambda row: -row["count"])[:MOST_CAUSES],
             "interruptions": list(reversed(self._interruptions)),
-            "what_if": questions,
+            "what_if": self._answers,
         }
 
     # --- the parts of the fold ----------------------------------------------------------------------------------------

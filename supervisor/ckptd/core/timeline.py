@@ -87,6 +87,8 @@ class Timeline:
 
     def moved(self, before: Account, after: Account) -> None:
         """The account went from `before` to `after` by one event or by the passing of time."""
+        if after is before:
+            return
         start = before.wall_s
         room = max(0.0, after.wall_s - start)
         self._count_devices(before, start, room)

@@ -1,7 +1,8 @@
 """What if restarts had taken 2 minutes, or a save 5 s? This run's own interruptions, replayed at other costs.
 
-Each failure strikes after as much time up (training and saving) as it did. What is lost, and what saving costs, follows
-from where in a cycle of T of training and C of saving that moment falls, with a save committed U after it began. Planned
+Each failure strikes after as much time up (training and saving) as it did, half a cycle more or less. What is lost, and
+what saving costs, follows from where in a cycle of T of training and C of saving that falls, with a save committed U after
+it began. Planned
 stops save first and lose nothing. Time outside of the model (start-up, planned restarts, waiting at the end) stays as it
 was.
 """
@@ -21,8 +22,10 @@ from ckptd.core.policy import Policy
 
 TERMS: Final = ("save", "rework", "restart")
 """The terms of the model's waste."""
-MOST_STRETCHES: Final = 20_000
-"""Interruptions that are remembered, the newest: those of years."""
+MOST_STRETCHES: Final = 5_000
+"""Interruptions that are remembered, the newest."""
+_MOMENTS: Final = tuple((2 * i + 1) / 16 - 1 for i in range(16))
+"""Where within its reach, from -1 to 1, a failure is taken to strike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,32 +142,47 @@ def _under_way(account: Account) -> float:
     return math.fsum(seconds - restart.spent.get(phase, 0.0) for phase, seconds in account.spent.items())
 
 
+def strike(up_s: float, costs: Costs) -> tuple[float, float]:
+    """What a failure after `up_s` seconds up leaves: (training that a commit holds, stall that was paid). Seconds."""
+    interval = max(costs.interval_s, costs.upload_s)  # one save in flight
+    cycle = interval + costs.stall_s
+    begun = int((up_s + costs.stall_s) / cycle)
+    stalled = 0.0
+    if begun:
+        finished = (begun - 1) * costs.stall_s
+        stalled = finished + max(0.0, min(costs.stall_s, up_s - begun * interval - finished))
+    late = max(costs.upload_s, costs.stall_s) - costs.stall_s
+    kept = max(0, int((up_s - late) / cycle)) * interval
+    return min(kept, up_s - stalled), stalled
+
+
 def replay(stretches: list[Stretch], costs: Costs, *, outside_s: float) -> Outcome:
     """This run at other costs. `outside_s`: time that the model does not speak of, as `happened` gives it.
+
+    Whether a failure strikes right before a commit or right after it is luck, which another interval would have dealt
+    out otherwise: each is taken to strike at some moment within half a cycle of its own, any as likely as the other.
 
     Raises:
         ValueError: the interval is not above zero.
     """
     if not costs.interval_s > 0:
         raise ValueError(f"the interval must be above zero, is {costs.interval_s!r} seconds")
-    interval = max(costs.interval_s, costs.upload_s)  # one save in flight
-    cycle = interval + costs.stall_s
+    cycle = max(costs.interval_s, costs.upload_s) + costs.stall_s
     productive = save = rework = restart = 0.0
     for stretch in stretches:
-        begun = int((stretch.up_s + costs.stall_s) / cycle)
-        last = min(costs.stall_s, stretch.up_s - begun * interval - (begun - 1) * costs.stall_s) if begun else 0.0
-        stalled = max(0.0, (begun - 1) * costs.stall_s + last) if begun else 0.0
-        trained = stretch.up_s - stalled
-        save += stalled
         if stretch.end == "failure":
-            late = max(costs.upload_s, costs.stall_s) - costs.stall_s
-            kept = min(trained, max(0, int((stretch.up_s - late) / cycle)) * interval)
-            rework += trained - kept
-            productive += kept
+            reach = min(stretch.up_s, cycle / 2)
+            struck = [strike(stretch.up_s + reach * where, costs) for where in _MOMENTS]
+            kept = math.fsum(k for k, _ in struck) / len(struck)
+            stalled = math.fsum(s for _, s in struck) / len(struck)
+            rework += stretch.up_s - stalled - kept
             if stretch.restart_s is not None:
                 restart += stretch.restart_s if costs.restart_s is None else costs.restart_s
         else:
-            productive += trained
+            stalled = strike(stretch.up_s, costs)[1]
+            kept = stretch.up_s - stalled
+        productive += kept
+        save += stalled
     return Outcome(productive=productive, save=save, rework=rework, restart=restart, outside=outside_s)
 
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from ckptd.core import accounting
 from ckptd.core import events as ev
-from ckptd.core.whatif import Costs, Cycles, Stretch, Stretches, happened, replay
+from ckptd.core.whatif import Costs, Cycles, Stretch, Stretches, happened, replay, strike
 
 
 def failure(up_s, restart_s=30.0):
@@ -14,11 +14,24 @@ def failure(up_s, restart_s=30.0):
 def test_a_failure_loses_what_the_newest_commit_before_it_does_not_hold():
     """Saves begin at 100 and 210, and are committed 20 s later; T = 100, C = 10."""
     costs = Costs(interval_s=100.0, stall_s=10.0, upload_s=20.0)
-    told = [replay([failure(up)], costs, outside_s=0.0) for up in (50.0, 105.0, 119.0, 121.0, 225.0, 231.0)]
-    assert [o.productive for o in told] == [0.0, 0.0, 0.0, 100.0, 100.0, 200.0]
-    assert [o.save for o in told] == [0.0, 5.0, 10.0, 10.0, 20.0, 20.0]
-    assert [o.rework for o in told] == [50.0, 100.0, 109.0, 11.0, 105.0, 11.0]
-    assert {o.restart for o in told} == {30.0}
+    told = [strike(up, costs) for up in (50.0, 105.0, 119.0, 121.0, 225.0, 231.0)]
+    assert [kept for kept, _ in told] == [0.0, 0.0, 0.0, 100.0, 100.0, 200.0]
+    assert [stalled for _, stalled in told] == [0.0, 5.0, 10.0, 10.0, 20.0, 20.0]
+
+
+def test_over_many_failures_half_an_interval_and_the_upload_are_lost():
+    """About the model's T/2 + U, of training: the stall in U is none. When in its cycle a failure strikes does not matter."""
+    costs = Costs(interval_s=100.0, stall_s=10.0, upload_s=30.0)
+    for up in (10_000.0, 10_037.0, 10_081.0):
+        told = replay([failure(up)] * 10, costs, outside_s=0.0)
+        assert told.rework / 10 == pytest.approx((80 * 60 + 10 * 100 + 20 * 110) / 110, rel=0.05)
+        assert told.save / told.productive == pytest.approx(10 / 100, rel=0.02)
+        assert told.restart == pytest.approx(300.0)
+
+
+def test_a_failure_before_the_first_commit_leaves_nothing():
+    told = replay([failure(20.0)], Costs(interval_s=100.0, stall_s=10.0), outside_s=0.0)
+    assert (told.productive, told.save, told.rework) == (0.0, 0.0, pytest.approx(20.0))
 
 
 def test_planned_stops_and_the_present_stretch_lose_nothing():

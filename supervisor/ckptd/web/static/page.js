@@ -97,7 +97,9 @@
   function durations(values) {
     const seen = values.filter((value) => value > 0);
     if (seen.length && Math.max(...seen) < 200 * Math.min(...seen)) return { type: "log", tickvals: FINE, ticktext: FINE.map((rung) => seconds(rung).replace("120 s", "2 min").replace("120 min", "2 h").replace(/^60 s$/, "1 min").replace(/^60 min$/, "1 h")) };
-    return { type: "log", tickvals: LADDER, ticktext: RUNGS };
+    const wide = seen.length && Math.max(...seen) > 1e6 * Math.min(...seen);
+    const kept = LADDER.map((_, i) => i).filter((i) => !wide || !["10 ms", "100 ms", "10 s", "10 min", "10 h", "10 d", "10 years"].includes(RUNGS[i]));
+    return { type: "log", tickvals: kept.map((i) => LADDER[i]), ticktext: kept.map((i) => RUNGS[i]) };
   }
   const narrow = () => window.innerWidth < 600;
   function draw(id, label, traces, layout) {
@@ -151,7 +153,7 @@
       barmode: "stack", bargap: 0, xaxis: { title: { text: axis.title }, showgrid: false, range: [0, end] },
       yaxis: { range: [0, 109], ticksuffix: " %", tickvals: [0, 25, 50, 75, 100] },
     });
-    const fewer = line.devices.some((value, i) => value !== null && Math.abs(value - line.devices_wanted[i]) > 1e-6 && value > 0);
+    const fewer = doc.degraded > 1e-4;
     draw("devices", "Devices at work and wanted along the run", fewer ? [
       { type: "scatter", mode: "lines", name: "devices wanted", x: middle, y: line.devices_wanted, line: { color: color("--soft"), dash: "dot", shape: "hvh" }, hovertemplate: "%{y:.4g} wanted<extra></extra>" },
       { type: "scatter", mode: "lines", name: "at work (mean)", x: middle, y: line.devices, line: { color: color("--productive"), shape: "hvh" }, hovertemplate: "%{y:.4g} at work<extra></extra>" },
@@ -198,7 +200,9 @@
       line: { color: color(tint), dash, width: dash ? 1.5 : 2.5 }, text: told.interval_s.map(seconds), hovertemplate: `${name} at %{text}: %{y:.3g} %<extra></extra>`,
     });
     const least = Math.min(...told.waste.total);
-    const top = Math.max(3 * least, 1e-6);
+    const nearest = told.interval_s.reduce((best, at, i) => (Math.abs(Math.log(at / told.used_s)) < Math.abs(Math.log(told.interval_s[best] / told.used_s)) ? i : best), 0);
+    const used = told.used_s ? told.waste.total[nearest] : 0;
+    const top = Math.max(3 * least, Math.min(1.15 * used, 40 * least), 1e-6);
     const marks = [...Object.entries(told.optimum_s).map(([name, at]) => [name, at, "--soft", "dot"])];
     if (told.used_s) marks.push(["in use", told.used_s, "--ink", "solid"]);
     const uprights = marks.map(([name, at, tint, dash]) => ({
@@ -271,7 +275,8 @@
     const rows = doc.decisions;
     if (!rows.length) { draw("measured", "Nothing is measured yet", [], {}); return; }
     const axis = axisOfTime(doc.wall_s);
-    const end = { ...rows[rows.length - 1], x: doc.wall_s };
+    const { mtbf_s, mtbf_low_s, mtbf_high_s, stall_s, restart_s } = doc.status.estimates;
+    const end = { ...rows[rows.length - 1], x: doc.wall_s, mtbf_s, mtbf_low_s, mtbf_high_s, stall_s, restart_s };
     const points = [...rows, end];
     const x = points.map((row) => row.x / axis.size);
     const line = (name, key, tint, extra) => ({
