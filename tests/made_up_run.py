@@ -152,7 +152,8 @@ class MadeUpRun:
             }  # fmt: skip
             self.commits = [*self.commits[-9:], found]
         loss = 8.0 / (1 + step) ** 0.1
-        self.after(ev.Progress, 0.0, step=step, samples=samples, loss=loss, step_s=self.truth["step"])
+        if self.sequence % 5 == 0:
+            self.after(ev.Progress, 0.0, step=step, samples=samples, loss=loss, step_s=self.truth["step"])
         self.t = staged  # the next save counts from here: this one was written meanwhile
 
     def fail(self):
@@ -177,7 +178,7 @@ class MadeUpRun:
 
 def thirty_days():
     """30 days, 1,000 interruptions."""
-    run = MadeUpRun().interrupted_times(1000)
+    run = MadeUpRun(stall_s=90.0).interrupted_times(1000)
     run.launch()
     run.train(1800.0)
     return run
