@@ -347,7 +347,7 @@ def check(account, t):
     return now
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(any_event(times), max_size=40), times)
 def test_any_events_in_any_order_sum_to_the_wall_clock(happened, t):
     account = accounting.initial()
@@ -360,7 +360,7 @@ def test_any_events_in_any_order_sum_to_the_wall_clock(happened, t):
     check(account, t)
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 50), any_event(st.just(0.0))), max_size=40))
 def test_a_running_clock_misses_nothing(happened):
     """Events in order, no end: the account's wall-clock is the run's, and its device time that of the devices wanted."""

@@ -145,7 +145,7 @@ def test_a_thinned_series_keeps_its_ends():
     assert 50 < len(xs) <= 121
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(any_event(st.floats(0, 1e6)), max_size=30))
 def test_whatever_happened_can_be_shown(happened):
     happened = [ev.DaemonStarted(t=0.0), *happened]

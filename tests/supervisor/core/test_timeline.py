@@ -121,7 +121,7 @@ def test_a_copy_goes_its_own_way():
     check(accounting.advance(account, 100.0), copy)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(any_event(st.floats(0, 1e5) | times), max_size=40))
 def test_any_events_in_any_order_are_on_the_timeline_as_in_the_account(happened):
     account, timeline = follow(ev.DaemonStarted(t=0.0), *happened)

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.core import accounting
@@ -57,6 +57,7 @@ def test_an_interval_must_be_above_zero():
 seconds = st.floats(0, 1e6)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.builds(Stretch, up_s=seconds, end=st.sampled_from(["failure", "planned", "open"]), restart_s=seconds)),
     st.builds(Costs, interval_s=st.floats(1e-3, 1e6), stall_s=seconds, upload_s=seconds),
