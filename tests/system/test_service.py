@@ -88,6 +88,7 @@ def test_a_daemon_is_replaced_under_a_run_that_does_not_notice(make_job, manager
 def test_a_daemon_that_stands_still_feeds_no_watchdog(make_job, manager):
     job = make_job("--steps", "100000", "--pause", "0.02", devices=1)
     job.start(env=manager.environment)
+    job.wait_for(ev.FirstStep)
     manager.wait_for("WATCHDOG=1")
     job.process.send_signal(signal.SIGSTOP)
     job.wait_until(
