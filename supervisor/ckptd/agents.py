@@ -43,6 +43,8 @@ class Session:
     said: set[tuple[Any, ...]] = field(default_factory=set)
     """What was sent over it: nothing is said twice in a connection, and all of it again in the next."""
     silent_s: float = 0.0
+    promotion: Message = field(default_factory=dict)
+    """What it was told last of the slower tiers: whether they are its business, and how often each is served."""
 
 
 class Sessions:
@@ -53,6 +55,7 @@ class Sessions:
         self._run_id = run_id
         self._sessions: dict[str, Session] = {}
         self.stop_patience_s = STOP_PATIENCE_S
+        self._hurried = False
 
     def python(self, node: str) -> str | None:  # noqa: ARG002
         """The interpreter of a node, where it has one of its own."""
@@ -62,9 +65,13 @@ class Sessions:
         """Start agents that are not there, and notice those that are gone."""
         raise NotImplementedError
 
-    async def dismiss(self) -> None:
-        """Have every agent leave."""
+    async def dismiss(self, drain_s: float = 0.0) -> None:
+        """Have every agent leave; `drain_s`: how long they may take to bring the last commit to every tier."""
         raise NotImplementedError
+
+    def hurry(self) -> None:
+        """Do not wait for agents that leave."""
+        self._hurried = True
 
     def session(self, node: str) -> Session | None:
         """The connection of a node's agent."""
@@ -218,13 +225,16 @@ class Agents(Sessions):
             log.error("%s", error)
         self._lost_contact[node] = time.monotonic()
 
-    async def dismiss(self) -> None:
-        """Have every agent leave; one that does not is ended."""
+    async def dismiss(self, drain_s: float = 0.0) -> None:
+        """Have every agent leave; one that does not is ended.
+
+        `drain_s`: how long they may take to bring the last commit to every tier; `hurry` cuts it short.
+        """
         for session in self.sessions():
-            session.channel.send({"type": "exit"})
-        deadline = time.monotonic() + EXIT_PATIENCE_S
+            session.channel.send({"type": "exit", "drain_s": drain_s})
+        deadline = time.monotonic() + drain_s + EXIT_PATIENCE_S
         for node in self._launcher.nodes():
-            while self._launcher.alive(node) and time.monotonic() < deadline:
+            while self._launcher.alive(node) and time.monotonic() < deadline and not self._hurried:
                 await asyncio.sleep(0.02)
             if self._launcher.alive(node):
                 self._launcher.kill(node)

@@ -21,7 +21,7 @@ from ckptd import __version__, link, orders, status
 from ckptd.agents import Agents, Session, Sessions
 from ckptd.clock import RunClock, clocked_by
 from ckptd.consult import Consultations
-from ckptd.core import events, picture
+from ckptd.core import events, picture, tierbook
 from ckptd.core.decisions import Ask, Command, Launch, OpenStore, Record, Rehearse, Steer, Stop, next_deadline
 from ckptd.core.devices import node_identity
 from ckptd.core.hang import Limits
@@ -56,6 +56,8 @@ HOLD_S = 3600.0
 """How long a checkpoint is kept for a reader that does not say when it is done."""
 HELLO_PATIENCE_S = 10.0
 """How long a connection may say nothing before it is closed."""
+DRAIN_S = 600.0
+"""How long the last commit of a run may take to every tier, once the run is over."""
 MAX_RECORDS = 100
 """Records in a row that a decision may ask for: more is a loop, which must not fill the disk."""
 
@@ -124,7 +126,7 @@ class Daemon:
             self._watch.saw(event)
             if isinstance(event, events.DaemonStarted):
                 anchor = event
-            elif isinstance(event, events.SaveCommitted):
+            elif isinstance(event, events.SaveCommitted | events.CheckpointCopied):
                 self._remember(event)
         self.clock = RunClock.resume(last_t=self._ledger.last_t(), last=last, anchor=anchor, boot_id=boot_id())
 
@@ -142,7 +144,7 @@ class Daemon:
         if session is not None and session.agent_id == origin.agent_id:
             session.channel.send({"type": "ack", "seq": origin.seq})
 
-    def _remember(self, event: events.SaveCommitted) -> None:
+    def _remember(self, event: events.SaveCommitted | events.CheckpointCopied) -> None:
         self._markers[marker_key(event.tier, event.path)] = event.marker_crc32c
         while len(self._markers) > MAX_MARKERS:
             del self._markers[next(iter(self._markers))]
@@ -155,7 +157,7 @@ class Daemon:
             self._steer = None
         for observer in self.observers:
             observer(event)
-        if isinstance(event, events.SaveCommitted):
+        if isinstance(event, events.SaveCommitted | events.CheckpointCopied):
             self._remember(event)
             self._prune()
 
@@ -181,7 +183,7 @@ class Daemon:
             await self._rehearsal.close()
             self._notifier.stopping()
             if self.picture.run.status is Status.ENDED:
-                await self.agents.dismiss()
+                await self.agents.dismiss(self._drain_s())
             self._journal.close()
         finally:
             for server in servers:
@@ -234,6 +236,7 @@ class Daemon:
                 for command in commands:
                     self._carry_out(command)
                 self._push_control()
+                self._push_promotion()
                 return
             else:
                 raise RuntimeError(f"a decision is recorded for ever: {commands[0]}")
@@ -243,10 +246,13 @@ class Daemon:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Ask(node=node, what=what, avoid=avoid, suspects=suspects):
+            case Ask(node=node, what=what, avoid=avoid, suspects=suspects, settle=settle):
                 question: Message = {"type": "ask", "what": what}
                 if what == "inventory":
-                    question |= {"markers": dict(self._markers), "avoid": list(avoid), "suspects": list(suspects)}
+                    question |= {
+                        "markers": dict(self._markers), "avoid": list(avoid), "suspects": list(suspects),
+                        "expected": tierbook.newest_sequences(self.picture.tiers), "settle": settle,
+                    }  # fmt: skip
                 self.agents.say(node, ("ask", what), question)
             case OpenStore(node=node, attempt=attempt):
                 self.agents.say(node, ("store", attempt), {"type": "store", "attempt": attempt})
@@ -318,6 +324,26 @@ class Daemon:
         }
         session.channel.send(message)
 
+    def _push_promotion(self) -> None:
+        """Have agents know how often a checkpoint goes to each tier, where that changed."""
+        every = {tier.name: tier.every for tier in self.picture.tiers if tier.every is not None}
+        if len(every) < 2:
+            return
+        # All nodes see the same tiers: the node of rank 0 hears of commits first, and two would be in each other's way.
+        sessions = self.agents.sessions()
+        here = self.agents.session(orders.node_of_rank_zero(self.picture.run) or "")
+        here = here or next((s for s in sessions if s.promotion.get("here")), next(iter(sessions), None))
+        for session in sessions:
+            order = {"type": "promotion", "every": every, "here": session is here}
+            if session.promotion != order:
+                session.promotion = order
+                session.channel.send(order)
+
+    def _drain_s(self) -> float:
+        """What may be waited for at the end; somebody who wants to stop now waits for nothing."""
+        request = self.picture.run.request
+        return 0.0 if request is not None and request.request == "stop_now" else DRAIN_S
+
     # --- requests ---
 
     def request(self, what: str, *, source: str, exit_status: int | None = None, reason: str = "") -> None:
@@ -339,12 +365,16 @@ class Daemon:
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         pending = self.picture.run.request
-        if (pending is None or pending.request == "relaunch") and not self._detaching:
+        if self.picture.run.status is Status.ENDED:
+            self.agents.hurry()
+        elif (pending is None or pending.request == "relaunch") and not self._detaching:
             self.request("stop", source=signal.Signals(number).name, exit_status=ExitStatus.REQUEUE)
 
     def _on_interrupt(self) -> None:
         pending = self.picture.run.request
-        if pending is None or pending.request == "relaunch":
+        if self.picture.run.status is Status.ENDED:
+            self.agents.hurry()
+        elif pending is None or pending.request == "relaunch":
             self.request("stop", source="Ctrl-C", exit_status=ExitStatus.INTERRUPTED)
         else:
             self.request("stop_now", source="Ctrl-C again", exit_status=ExitStatus.INTERRUPTED)
@@ -513,6 +543,11 @@ class Daemon:
 
     def _say_what_was_found(self, event: events.InventoryReported) -> None:
         """Tell a person what is odd about the checkpoints that were found."""
+        for item in event.unreachable:
+            self._note(
+                "error",
+                f"tier {item['tier']!r} is passed over, it cannot be read: {item['problem']}{_risk(item, event)}",
+            )
         for item in event.rejected:
             self._note("warning", f"{item['path']} is not resumed from: {item['problem']}")
         if event.chosen is not None and event.chosen.get("run_id") not in (None, self.run_id):
@@ -562,3 +597,10 @@ class Daemon:
     def alive(self) -> bool:
         """Whether the main loop has turned of late. May be called from another thread."""
         return time.monotonic() - self._turned < 10 * TICK_S
+
+
+def _risk(item: dict[str, Any], event: events.InventoryReported) -> str:
+    newest = (event.chosen or {}).get("sequence", 0)
+    if item.get("expected", 0) <= newest:
+        return ""
+    return f". IT HOLDS A NEWER COMMIT than any other, {item['expected']} and not {newest}: what came after is trained again"

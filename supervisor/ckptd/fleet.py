@@ -160,13 +160,13 @@ class Fleet(Sessions):
             )
         )  # fmt: skip
 
-    async def dismiss(self) -> None:
+    async def dismiss(self, drain_s: float = 0.0) -> None:
         """Have every agent leave. Those that cannot be told do so by themselves, in time."""
         if not self.superseded:
             for session in self.sessions():
-                session.channel.send({"type": "exit"})
-            deadline = time.monotonic() + FAREWELL_S
-            while self.sessions() and time.monotonic() < deadline:
+                session.channel.send({"type": "exit", "drain_s": drain_s})
+            deadline = time.monotonic() + drain_s + FAREWELL_S
+            while self.sessions() and time.monotonic() < deadline and not self._hurried:
                 await asyncio.sleep(0.02)
             silent = [n for n, w in self._watches.items() if w.met and (w.lost or self.session(n) is not None)]
             for node in silent:

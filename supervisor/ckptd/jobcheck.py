@@ -16,7 +16,7 @@ from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from ckptd.jobhost import interpreter_problem
+from ckptd.jobhost import interpreter_problem, place_of, url_problem
 from ckptd.jobspec import JobSpec
 from ckptd.units import described, format_duration, shortened
 from ckptd.yamltext import MAX_BYTES, Document, Key, Problem, read
@@ -334,21 +334,32 @@ def _about_tiers(spec: JobSpec) -> Iterator[_Finding]:
         if tier.path is not None and tier.url is not None:
             yield _Finding("a tier has either a path or a url, not both", [url, path])
         elif tier.path is None and tier.url is None:
-            yield _Finding("a tier needs a path", [path, url])
-        if tier.url is not None:
-            yield _Finding("object-store tiers are not available in this version; give a path", [url])
-        if tier.promote is not None:
-            yield _Finding("promotion between tiers is not available in this version", [(*key, "promote")])
+            yield _Finding("a tier needs a path, or, unless it is the first, a url", [path, url])
+        if i == 0 and tier.url is not None:
+            message = (
+                "the first tier is what workers write to and read from: give a path, and the object store below it"
+            )
+            yield _Finding(message, [url])
+        if i == 0 and tier.promote is not None:
+            message = "the first tier is saved to by training itself; `promote` belongs to the tiers after it"
+            yield _Finding(message, [(*key, "promote")])
+        where = path
+        place = None
         if tier.path is not None:
             place = os.path.realpath(spec.resolve(tier.path))
+        elif tier.url is not None:
+            where = url
+            wrong = url_problem(tier.url)
+            if wrong is not None:
+                yield _Finding(wrong, [url])
+            else:
+                place = place_of(tier.url)
+        if place is not None:
             if place in places:
-                yield _Finding(f"tiers[{places[place]}] lies in the same directory, {place}", [path])
+                yield _Finding(f"tiers[{places[place]}] lies in the same place, {place}", [where])
             places.setdefault(place, i)
-            if os.path.lexists(place) and not os.path.isdir(place):
+            if tier.path is not None and os.path.lexists(place) and not os.path.isdir(place):
                 yield _Finding(f"{place} is not a directory", [path])
-    if len(tiers) > 1:
-        message = "promotion between tiers is not available in this version; keep one tier, the safest"
-        yield _Finding(message, [(*everything, 1)])
 
 
 def _about_prior(spec: JobSpec) -> Iterator[_Finding]:

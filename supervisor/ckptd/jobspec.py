@@ -99,13 +99,13 @@ class Tier(_Model):
     path: PathText | None = None
     """A directory; the run's checkpoints go to `<path>/<run name>`."""
     url: Text | None = None
-    """An object store."""
+    """An object store, such as `s3://bucket/prefix`; the run's checkpoints go to `<url>/<run name>`."""
     keep_last: Annotated[int, BeforeValidator(read_whole_number), AfterValidator(check_keep_last)] = 3
     """How many of the newest checkpoints stay."""
     keep_every: Annotated[Steps | float | None, PlainValidator(optional(read_steps_or_duration))] = None
     """Besides, keep one checkpoint every so many steps or every such duration (seconds)."""
     promote: Annotated[Literal["auto"] | int | None, PlainValidator(optional(read_auto_or_count))] = None
-    """Every how many-th checkpoint of the tier before goes here; `auto`: from the failure rates."""
+    """Every how many-th checkpoint of the tier before goes here; `auto` and null: from the failure rates."""
     shared: Bool | None = None
     """Do all nodes see the same files there? null: find out."""
 
@@ -319,6 +319,10 @@ class JobSpec(_Model):
         """Take the prior from here: `prior.log` says which log it is in, and not what that says."""
         self._prior = prior
 
+    def tier_location(self, tier: Tier) -> str:
+        """`<tier>/<run name>`: a directory, or a URL."""
+        return str(self.tier_dir(tier)) if tier.url is None else f"{tier.url.rstrip('/')}/{self.name}"
+
     def policy(self, run_id: str) -> Policy:
         """What the core needs to decide. Without `jobprior.resolve`, `prior.log` is passed over: drills save when told to."""
         prior = self._prior or GammaPrior(failures=self.prior.failures, device_seconds=self.prior.device_hours * 3600.0)
@@ -340,6 +344,7 @@ class JobSpec(_Model):
             min_interval_s=self.checkpoint.min_interval,
             max_interval_s=self.checkpoint.max_interval,
             formula=self.checkpoint.formula,
+            tiers=[{"name": tier.name, "promote": tier.promote} for tier in self.checkpoint.tiers],
             max_without_progress=self.restart.max_without_progress,
             max_restarts=self.restart.max_restarts,
             grow_at_checkpoint=self.restart.grow == "at_checkpoint",

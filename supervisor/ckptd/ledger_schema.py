@@ -94,13 +94,23 @@ VIEWS: Final[dict[str, str]] = {
             {_columns("warm")}, e.attempt, e.at
         FROM events e WHERE e.kind = 'restarted' ORDER BY e.id
     """,
+    # A save, and each copy of it on another tier, whose time runs from the beginning of the save, if that is known.
     "saves": f"""
-        SELECT json_extract(e.data, '$.step') AS step, e.attempt, {_columns("tier", "stall_s", "bytes", "upload_s")},
-            substr(e.kind, 6) AS outcome, e.at, {_columns("path")},
-            coalesce(json_extract(e.data, '$.error'), json_extract(e.data, '$.why')) AS error,
+        SELECT json_extract(e.data, '$.step') AS step, e.attempt, {_columns("tier", "stall_s", "bytes")},
+            CASE e.kind WHEN 'checkpoint_copied' THEN coalesce(
+                (SELECT e.t - (s.t - json_extract(s.data, '$.upload_s')) FROM events s
+                    WHERE s.kind = 'save_committed' AND s.attempt = e.attempt
+                        AND json_extract(s.data, '$.step') = json_extract(e.data, '$.step') ORDER BY s.id LIMIT 1),
+                json_extract(e.data, '$.seconds'))
+            ELSE json_extract(e.data, '$.upload_s') END AS upload_s,
+            CASE e.kind WHEN 'checkpoint_copied' THEN 'committed' WHEN 'copy_failed' THEN 'failed'
+                ELSE substr(e.kind, 6) END AS outcome,
+            e.at, {_columns("path")}, coalesce(json_extract(e.data, '$.error'), json_extract(e.data, '$.why')) AS error,
             lead(json_extract(e.data, '$.slowdown_s')) OVER (PARTITION BY e.attempt, json_extract(e.data, '$.tier')
                 ORDER BY e.id) AS slowdown_s
-        FROM events e WHERE e.kind IN ('save_committed', 'save_failed', 'save_rejected') ORDER BY e.id
+        FROM events e
+        WHERE e.kind IN ('save_committed', 'save_failed', 'save_rejected', 'checkpoint_copied', 'copy_failed')
+        ORDER BY e.id
     """,
     "decisions": f"""
         SELECT e.at, {_columns("mtbf_s", "mtbf_low_s", "mtbf_high_s", "stall_s", "restart_s", "upload_s", "step_s")},
@@ -126,7 +136,12 @@ def _renew_saves(db: sqlite_utils.Database) -> None:
     db.execute(f"CREATE VIEW saves AS {VIEWS['saves']}")
 
 
-MIGRATIONS: Final[tuple[Callable[[sqlite_utils.Database], None], ...]] = (_first, _renew_saves, _renew_saves)
+MIGRATIONS: Final[tuple[Callable[[sqlite_utils.Database], None], ...]] = (
+    _first,
+    _renew_saves,
+    _renew_saves,
+    _renew_saves,
+)
 
 VERSION: Final = len(MIGRATIONS)
 """What `PRAGMA user_version` says in a ledger of this ckptd."""

@@ -62,7 +62,7 @@ class OfflineRun:
                 last = clocked_by(last, event)
                 if isinstance(event, events.DaemonStarted):
                     anchor = event
-                elif isinstance(event, events.SaveCommitted):
+                elif isinstance(event, events.SaveCommitted | events.CheckpointCopied):
                     markers[marker_key(event.tier, event.path)] = event.marker_crc32c
             if not state.run.policy.run_id:
                 raise UsageError(f"the run in {run_dir.path} was never started; `ckptd run` starts it")

@@ -68,7 +68,7 @@ def _tier(spec: JobSpec, tier: Tier) -> dict[str, Any]:
     every = tier.keep_every
     return {
         "name": tier.name,
-        "directory": str(spec.tier_dir(tier)),
+        "directory": spec.tier_location(tier),
         "keep_last": tier.keep_last,
         "keep_every_steps": every.steps if isinstance(every, Steps) else None,
         "keep_every_seconds": every if isinstance(every, float) else None,

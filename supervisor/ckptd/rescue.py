@@ -75,7 +75,7 @@ def _rest(run_dir: RunDir, spec: JobSpec, history: list[events.Event], what: str
 def _commits(spec: JobSpec, name: str) -> list[Found]:
     tier = next(each for each in spec.checkpoint.tiers if each.name == name)
     try:
-        found = tiers.scan(Tier(name=name, directory=str(spec.tier_dir(tier))))
+        found = tiers.scan(Tier(name=name, directory=spec.tier_location(tier)))
     except OSError:
         return []
     return [f for f in found if f.marker is not None]

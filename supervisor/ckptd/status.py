@@ -51,6 +51,18 @@ def document(
         if committed is None
         else {"step": committed.step, "tier": committed.tier, "at": committed.at, "path": committed.path},
         "pins": keeping.pins_as_json(state.keeping),
+        "tiers": [
+            {
+                "name": tier.name,
+                "newest_step": tier.newest_step,
+                "newest_at": tier.newest_at,
+                "copies": tier.copies,
+                "failing": tier.failing,
+                "error": tier.error,
+                "every": tier.every,
+            }
+            for tier in picture.tiers
+        ],
         "saves": {"committed": picture.saves, "failed": picture.saves_failed, "rejected": picture.saves_rejected},
         "interval": {
             "seconds": decision.interval_s if decision else None,

@@ -176,14 +176,14 @@ class TestAccepted:
         """
         assert job(text).policy("abc") == Policy(
             run_id="abc", name="p", min_devices=2, max_devices=8, multiple_of=2, global_batch=48, micro_batch=4,
-            wait_for_devices_s=90.0, interval_s=None, interval_steps=7, min_interval_s=60.0, max_interval_s=3600.0,
+            wait_for_devices_s=90.0, interval_s=None, interval_steps=7, tiers=[{"name": "d", "promote": None}], min_interval_s=60.0, max_interval_s=3600.0,
             formula="young", max_without_progress=5, max_restarts=9, grow_at_checkpoint=False, warm=False,
             prior_failures=2.0, prior_device_seconds=3.6e7,
         )  # fmt: skip
         fixed = job(MINIMAL.replace("{tiers", "{interval: 90s, tiers")).policy("x")
         assert (fixed.interval_s, fixed.interval_steps) == (90.0, None)
         # What job.yaml leaves out is what the core takes for granted.
-        assert job(MINIMAL).policy("") == Policy(name="r")
+        assert job(MINIMAL).policy("") == Policy(name="r", tiers=[{"name": "disk", "promote": None}])
 
     def test_anchors_and_merge_keys(self, job):
         spec = job("""
@@ -222,9 +222,9 @@ class TestAccepted:
 
 
 def test_where_checkpoints_cannot_go_is_known_before_training(job, tmp_path):
-    assert jobhost.tier_problem(job(MINIMAL)) is None
+    assert jobhost.tier_problem(job(MINIMAL), fresh=True) is None
     assert (tmp_path / "job" / "ck" / "r").is_dir()
-    found = jobhost.tier_problem(job(MINIMAL.replace("path: ck", "path: train.py/ck")))
+    found = jobhost.tier_problem(job(MINIMAL.replace("path: ck", "path: train.py/ck")), fresh=True)
     assert found == (
         f"checkpoint.tiers[0].path: checkpoints cannot be written to {tmp_path}/job/train.py/ck/r: "
         f"Not a directory ({tmp_path}/job/train.py/ck)"
@@ -460,11 +460,18 @@ class TestWrong:
             ("{tiers: []}", "checkpoint.tiers: no tier"),
             ("{tiers: [{name: a, path: x}, {name: a, path: y}]}", "checkpoint.tiers[1].name: tiers[0] has the name 'a' too"),
             ("{tiers: [{name: a, path: x}, {name: b, path: ./y/../x/}]}", "checkpoint.tiers[1].path: tiers[0] lies in the same"),
-            ("{tiers: [{name: a, path: x}, {name: b, path: y}]}", "checkpoint.tiers[1]: promotion between tiers is not available"),
+            ("{tiers: [{name: a, path: x}, {name: b, path: ./x}]}", "checkpoint.tiers[1].path: tiers[0] lies in the same place"),
+            ("{tiers: [{name: a, path: x}, {name: b, url: 'file:///tmp/q'}, {name: c, url: 'file:///tmp/r/../q'}]}",
+             "checkpoint.tiers[2].url: tiers[1] lies in the same place, /tmp/q"),
+            ("{tiers: [{name: a, path: x}, {name: b, url: bucket}]}", "checkpoint.tiers[1].url: 'bucket' is no url"),
+            ("{tiers: [{name: a, path: x}, {name: b, url: 's4://b/p'}]}", "checkpoint.tiers[1].url: there is no object store 's4'"),
+            ("{tiers: [{name: a, path: x}, {name: b, url: 's3://key:secret@b/p'}]}", "checkpoint.tiers[1].url: a url holds no credentials"),
+            ("{tiers: [{name: a, path: x}, {name: b, url: 's3://'}]}", "checkpoint.tiers[1].url: 's3://' names no bucket"),
+            ("{tiers: [{name: a, path: x}, {name: b, url: 'file://q'}]}", "checkpoint.tiers[1].url: 'file://q' is relative"),
             ("{tiers: [{name: a}]}", "checkpoint.tiers[0].path: a tier needs a path"),
             ("{tiers: [{name: a, path: x, url: 's3://b'}]}", "checkpoint.tiers[0].url: a tier has either a path or a url"),
-            ("{tiers: [{name: a, url: 's3://b'}]}", "checkpoint.tiers[0].url: object-store tiers are not available"),
-            ("{tiers: [{name: a, path: x, promote: 3}]}", "checkpoint.tiers[0].promote: promotion between tiers"),
+            ("{tiers: [{name: a, url: 's3://b'}]}", "checkpoint.tiers[0].url: the first tier is what workers write to"),
+            ("{tiers: [{name: a, path: x, promote: 3}]}", "checkpoint.tiers[0].promote: the first tier is saved to by training itself"),
             ("{tiers: [{name: a, path: train.py}]}", "checkpoint.tiers[0].path: "),
             ("{tiers: [{path: x}]}", "checkpoint.tiers[0].name: is missing"),
             ("{tiers: [{name: a/b, path: x}]}", "checkpoint.tiers[0].name: 'a/b' cannot be a name"),

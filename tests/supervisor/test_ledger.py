@@ -493,6 +493,24 @@ class TestViews:
         rows = [row for row in story.rows("saves") if row["attempt"] == 2 and row["tier"] == "disk"]
         assert [(row["step"], row["slowdown_s"]) for row in rows] == [(80, -0.25), (90, 0.5), (99, None)]
 
+    def test_copies_are_saves_of_other_tiers_whose_time_runs_from_the_beginning_of_the_save(self, ledger):
+        ledger.append_many(
+            [
+                ev.SaveCommitted(
+                    t=12.0, at=2.0, attempt=1, step=50, tier="memory", bytes=10, stall_s=0.5, upload_s=2.0
+                ),
+                ev.CheckpointCopied(t=17.5, at=7.0, attempt=1, step=50, tier="disk", bytes=10, seconds=4.0, path="/d"),
+                ev.CheckpointCopied(t=30.0, at=9.0, attempt=1, step=40, tier="disk", bytes=10, seconds=4.0, path="/e"),
+                ev.CopyFailed(t=31.0, at=10.0, attempt=1, step=50, tier="far", path="s3://f", error="forbidden"),
+            ]
+        )
+        rows = ledger.rows("saves")
+        assert [(r["step"], r["tier"], r["outcome"], r["upload_s"], r["stall_s"]) for r in rows] == [
+            (50, "memory", "committed", 2.0, 0.5), (50, "disk", "committed", 7.5, None),
+            (40, "disk", "committed", 4.0, None), (50, "far", "failed", None, None),
+        ]  # fmt: skip
+        assert rows[-1]["error"] == "forbidden"
+
     def test_decisions(self, story):
         assert story.rows("decisions") == [
             {"at": 1000.0, "mtbf_s": 3600.0, "mtbf_low_s": 1000.0, "mtbf_high_s": 9000.0, "stall_s": None,
@@ -525,7 +543,9 @@ class TestViews:
             "attempts": kinds.count("attempt_launched"),
             "interruptions": kinds.count("interrupted"),
             "restarts": kinds.count("restarted"),
-            "saves": sum(kinds.count(f"save_{outcome}") for outcome in ("committed", "failed", "rejected")),
+            "saves": sum(kinds.count(f"save_{outcome}") for outcome in ("committed", "failed", "rejected"))
+            + kinds.count("checkpoint_copied")
+            + kinds.count("copy_failed"),
             "decisions": kinds.count("interval_decided"),
         }
 
@@ -543,7 +563,7 @@ def test_an_older_ledger_is_migrated_in_one_step_or_not_at_all(path, monkeypatch
 
     first = ledger_schema.MIGRATIONS
     monkeypatch.setattr(ledger_module, "MIGRATIONS", (*first, add, fail))
-    monkeypatch.setattr(ledger_module, "VERSION", len(first) + 1)
+    monkeypatch.setattr(ledger_module, "VERSION", len(first) + 2)
     with pytest.raises(LedgerError, match="broken"):
         Ledger.open(path)
     monkeypatch.setattr(ledger_module, "MIGRATIONS", (*first, add, lambda db: None))
@@ -551,7 +571,7 @@ def test_an_older_ledger_is_migrated_in_one_step_or_not_at_all(path, monkeypatch
         names = {row[0] for row in one._db.execute("SELECT name FROM sqlite_schema")}
         assert "half" not in names
         assert "extra" in [row[1] for row in one._db.execute("PRAGMA table_info(events)")]
-        assert one._db.execute("PRAGMA user_version").fetchone()[0] == len(first) + 1
+        assert one._db.execute("PRAGMA user_version").fetchone()[0] == len(first) + 2
         assert one.last_t() == 7.0
 
 

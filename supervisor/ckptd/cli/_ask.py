@@ -85,6 +85,8 @@ def _readable(status: dict[str, Any]) -> str:
         )
     else:
         rows.append(("committed", "nothing yet"))
+    if len(status["tiers"]) > 1:
+        rows += [("tier", _tier(tier, first=i == 0)) for i, tier in enumerate(status["tiers"])]
     rows.append(
         ("interval", f"{_text.seconds(interval['seconds'])}, {interval['steps'] or '-'} steps; {interval['reason']}")
     )
@@ -134,6 +136,19 @@ def _readable(status: dict[str, Any]) -> str:
     rows += [("left out", f"device {d['index']} of node {d['node']}: {d['why']}") for d in status["devices_left_out"]]
     rows += [(note["level"], note["what"]) for note in status["notes"]]
     return "\n".join(f"{name:10} {text}" for name, text in rows)
+
+
+def _tier(tier: dict[str, Any], *, first: bool) -> str:
+    age = "" if tier["newest_at"] is None else f", {_text.seconds(max(0.0, time.time() - tier['newest_at']))} ago"
+    newest = "nothing yet" if tier["newest_step"] is None else f"step {tier['newest_step']}{age}"
+    often = (
+        ""
+        if first or tier["every"] is None
+        else ", every commit"
+        if tier["every"] == 1
+        else f", every {tier['every']} commits"
+    )
+    return f"{tier['name']}: {newest}{often}" + (f"; FAILING: {tier['error']}" if tier["failing"] else "")
 
 
 @click.command()

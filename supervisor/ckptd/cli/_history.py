@@ -21,9 +21,9 @@ from ckptd.errors import ExitStatus
 from ckptd.ledger import Ledger
 from ckptd.node import tiers
 from ckptd.rundir import find_run
+from ckptd.tiers import Pace, Store
+from ckptd.tiers import verify as read_and_compare
 from ckptd.units import format_size
-from ckptd_shim.digest import verify_checkpoint
-from ckptd_shim.errors import CheckpointError
 
 
 @click.command()
@@ -74,20 +74,22 @@ def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
     known = {
         tiers.marker_key(event.tier, event.path): event.marker_crc32c
         for event in history
-        if isinstance(event, ev.SaveCommitted)
+        if isinstance(event, ev.SaveCommitted | ev.CheckpointCopied)
     }
-    found: list[tiers.Found] = []
+    found: list[tuple[tiers.Found, Store]] = []
     unreadable = False
-    for tier in orders.settings(spec)["tiers"]:
+    for settings in orders.settings(spec)["tiers"]:
+        tier = tiers.Tier.from_dict(settings)
+        store = tier.store()
         try:
-            found += tiers.scan(tiers.Tier.from_dict(tier), known)
+            found += [(each, store) for each in tiers.scan(tier, known, store=store)]
         except OSError as error:
-            print(f"ckptd: tier {tier['name']!r} cannot be read: {error}", file=sys.stderr)
+            print(f"ckptd: tier {tier.name!r} cannot be read: {error}", file=sys.stderr)
             unreadable = True
-    found.sort(key=lambda f: (f.sequence, f.step), reverse=True)
-    committed = sum(_bytes(item) or 0 for item in found) if verify else 0
+    found.sort(key=lambda each: (each[0].sequence, each[0].step), reverse=True)
+    committed = sum(_bytes(item) or 0 for item, _ in found) if verify else 0
     with _progress.bar(committed, "verifying") as advance:
-        rows = [_row(item, state, verify=verify, advance=advance) for item in found]
+        rows = [_row(item, store, state, verify=verify, advance=advance) for item, store in found]
     bad = [row for row in rows if row["state"] == "damaged"]
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -104,11 +106,25 @@ def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
     return ExitStatus.FAILED if unreadable or (verify and bad) else ExitStatus.FINISHED
 
 
+class _Shown(Pace):
+    """Tells a progress bar of what was read."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        super().__init__()
+        self._advance = advance
+
+    def beat(self, count: int = 0) -> None:
+        super().beat(count)
+        self._advance(count)
+
+
 def _bytes(found: tiers.Found) -> int | None:
     return None if found.marker is None else sum(file.size for file in found.marker.files)
 
 
-def _row(found: tiers.Found, run: RunState, *, verify: bool, advance: Callable[[int], None]) -> dict[str, Any]:
+def _row(
+    found: tiers.Found, store: Store, run: RunState, *, verify: bool, advance: Callable[[int], None]
+) -> dict[str, Any]:
     marker = found.marker
     pin = run.keeping.pins.get(name_of(found.path))
     suspect = marker is not None and marker.run_id == run.policy.run_id and run.keeping.suspect(found.sequence)
@@ -117,9 +133,9 @@ def _row(found: tiers.Found, run: RunState, *, verify: bool, advance: Callable[[
         state = "damaged"
     elif verify and marker is not None:
         try:
-            verify_checkpoint(found.path, found.marker_crc32c, progress=advance)
+            read_and_compare(store, found.name, found.marker_crc32c, _Shown(advance))
             state = "verified"
-        except (CheckpointError, OSError) as error:
+        except OSError as error:
             state, problem = "damaged", str(error)
     if suspect and state in ("committed", "verified"):
         state = "suspect"

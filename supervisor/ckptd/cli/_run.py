@@ -161,7 +161,8 @@ def _supervise(
         notifier.ready()  # a service that ends before it is ready has failed, in systemd's eyes
         return ExitStatus.FINISHED
     here = spec.cluster.launcher == "local"  # the nodes' tiers need not be mounted on the head node
-    if here and state.status in NOTHING_LIVES and (problem := jobhost.tier_problem(spec)) is not None:
+    fresh = not state.ever_committed
+    if here and state.status in NOTHING_LIVES and (problem := jobhost.tier_problem(spec, fresh=fresh)) is not None:
         raise JobSpecError([f"job.yaml: {problem}"])
     web = _web(spec, daemon, tally, terminal)
     daemon.observers += [tally.apply, terminal.event]

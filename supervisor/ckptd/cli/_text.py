@@ -9,6 +9,9 @@ from typing import Any, TextIO
 
 from ckptd.core import events
 
+REPEATED_COPY_FAILURE = 10
+"""Of the failures of one tier in a row, the first is shown, and then each so-many-th."""
+
 
 def seconds(value: float | None) -> str:
     """A duration with two or three digits: `85 ms`, `4.1 s`, `12 min`, `3.2 h`, `5.1 d`; `-` for None."""
@@ -114,6 +117,11 @@ def event_line(event: events.Event) -> str | None:
             skips = "" if event.skip_to is None else f"; data up to sample {event.skip_to} is passed over"
             why = f": {event.why}" if event.why else ""
             return f"ROLLED BACK to step {event.to_step} by {event.source}{why}; later commits are suspect{skips}"
+        case events.CopyFailed() if event.attempts == 1 or event.attempts % REPEATED_COPY_FAILURE == 0:
+            again = f"tried {event.attempts} times, again in" if event.attempts > 1 else "tried again in"
+            return f"COPY FAILED of step {event.step} to tier {event.tier}: {event.error}; {again} {seconds(event.retry_s)}"
+        case events.CopyFailed():
+            return None
         case events.IntervalDecided():
             return (
                 f"interval: {seconds(event.interval_s)} - {event.reason}"

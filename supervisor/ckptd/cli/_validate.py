@@ -61,7 +61,7 @@ def _summary(spec: jobspec.JobSpec, prior: str | None) -> list[tuple[str, str]]:
             ("batch", f"{spec.batch.global_batch} in all, at most {spec.batch.micro_batch} on a device at once")
         )
     lines += [
-        ("checkpoints", f"{spec.tier_dir(tier)} (tier {tier.name}, keep {tier.keep_last})")
+        ("checkpoints", f"{spec.tier_location(tier)} (tier {tier.name}, keep {tier.keep_last})")
         for tier in spec.checkpoint.tiers
     ]
     if prior is not None:

@@ -17,6 +17,8 @@ from ckptd.core.run import LIVE, RunState, Status
 
 MAX_LAUNCH_FAILURES = 5
 """Launches in a row that may fail before the workers have met: they are no crash of the job, but they end too."""
+INVENTORY_TRIES = 5
+"""How often a tier that cannot be read, and may have the newest checkpoint, is asked again before the others must do."""
 INCURABLE = frozenset({"setup_error", "script_differs", "script_not_found"})
 """Causes that every further attempt would meet again."""
 PEER_CAUSES = frozenset({"connection_lost", "collective_timeout"})
@@ -46,6 +48,8 @@ class Ask:
     """Checkpoints to pass over while there is another one."""
     suspects: tuple[tuple[int, int | None], ...] = ()
     """Commit sequences, first and last (None: all above), that are not to be resumed from at all."""
+    settle: bool = False
+    """Do without tiers that cannot be read, where another one has something to go on from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +160,13 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
     questions = _clean_up(state)
     questions += [Ask(node=n, what="health") for n, node in connected.items() if not node.health_known]
     questions += [
-        Ask(node=n, what="inventory", avoid=state.suspects, suspects=state.keeping.suspects())
+        Ask(
+            node=n,
+            what="inventory",
+            avoid=state.suspects,
+            suspects=state.keeping.suspects(),
+            settle=state.inventory_problems >= INVENTORY_TRIES,
+        )
         for n in witnesses
         if not connected[n].inventory_known
     ]

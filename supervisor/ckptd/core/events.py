@@ -137,13 +137,17 @@ class InventoryReported(Event):
     """What a node found when it was asked which checkpoint to resume from.
 
     `chosen` is the newest committed checkpoint whose every file has the size and digest of its marker, as
-    `{step, tier, path, marker_crc32c, sequence, attempt, samples_seen, world_size, comparable}`, or None.
-    `rejected`: committed, but not whole: [{step, tier, path, problem}]. `commits`: how many markers were seen at all.
+    `{step, tier, path, marker_crc32c, sequence, attempt, samples_seen, world_size, comparable}`, or None; with
+    `fetched_from` {tier, path} where it was brought from an object store for that.
+    `rejected`: committed, but not whole: [{step, tier, path, problem}]. `commits`: how many were seen at all.
+    `unreachable`: tiers that could not be read: [{tier, problem, expected}], `expected` being the newest commit sequence
+    that the ledger knows of there.
     """
 
     kind: ClassVar[str] = "inventory_reported"
     chosen: Json | None = None
     rejected: list[Json] = field(default_factory=list)
+    unreachable: list[Json] = field(default_factory=list)
     commits: int = 0
     newest_sequence: int = 0
     """The highest number among all markers seen, whole or not: the next commit counts on from it."""
@@ -327,6 +331,39 @@ class RolledBack(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointCopied(Event):
+    """A checkpoint was copied from one tier to another, verified and committed there. `attempt`: which one had saved it.
+
+    `path`: where it is now; `source`: where it was read; `seconds`: what the copy took.
+    """
+
+    kind: ClassVar[str] = "checkpoint_copied"
+    step: int = 0
+    tier: str = ""
+    path: str = ""
+    source: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+    sequence: int = 0
+    marker_crc32c: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyFailed(Event):
+    """A copy did not come about; it is tried again after `retry_s` seconds. `attempts`: how often in a row it failed."""
+
+    kind: ClassVar[str] = "copy_failed"
+    step: int = 0
+    tier: str = ""
+    path: str = ""
+    source: str = ""
+    error: str = ""
+    errno: int | None = None
+    attempts: int = 1
+    retry_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FailureDetected(Event):
     """The first worker of the attempt died, or its agent did. `t` is when it died, `detected_t` when that was known."""
 
@@ -461,8 +498,8 @@ class Noted(Event):
 for _cls in (
     DaemonStarted, Requested, RunEnded, AgentConnected, AgentLost, NodeLost, HealthReported, DeviceDrained,
     InventoryReported, AttemptLaunched, StoreOpened, WorkersStarted, WorkersInitialised, StateRestored, FirstStep,
-    Progress, SaveStaged, SaveCommitted, SaveFailed, SaveRejected, CheckpointPinned, CheckpointDeleted, RolledBack,
-    FailureDetected, WorkersFinished, AttemptEnded, Interrupted, Restarted, IntervalDecided, Drilled, Noted,
+    Progress, SaveStaged, SaveCommitted, SaveFailed, SaveRejected, CheckpointCopied, CopyFailed,
+    CheckpointPinned, CheckpointDeleted, RolledBack, FailureDetected, WorkersFinished, AttemptEnded, Interrupted, Restarted, IntervalDecided, Drilled, Noted,
 ):  # fmt: skip
     _REGISTRY[_cls.kind] = _cls
 

@@ -1,4 +1,4 @@
-"""The three folds as one: everything that the ledger says about a run, and what that calls for next.
+"""The folds as one: everything that the ledger says about a run, and what that calls for next.
 
 The daemon, `ckptd status`, a report and a simulation all build the same `Picture` from the same events.
 """
@@ -9,20 +9,31 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptd.core import accounting, decisions, drilling, estimates, events, interval, placement, run
+from ckptd.core import (
+    accounting,
+    decisions,
+    drilling,
+    estimates,
+    events,
+    interval,
+    placement,
+    run,
+    tierbook,
+)
 from ckptd.core.accounting import Account
 from ckptd.core.decisions import Command, Record
 from ckptd.core.estimates import Estimate, Estimates
 from ckptd.core.interval import Decision
 from ckptd.core.run import RunState, Status
+from ckptd.core.tierbook import TierBook
 
 DEFAULT_RESTART_S = 60.0
 """R before the first restart was seen, where it must be weighed against something."""
 _RECONSIDER = (
     events.DaemonStarted, events.AttemptLaunched, events.FirstStep, events.Progress, events.SaveCommitted,
-    events.Restarted, events.Interrupted,
+    events.Restarted, events.Interrupted, events.CheckpointCopied,
 )  # fmt: skip
-"""After these the interval is derived again."""
+"""After these the interval is derived again, and how often a checkpoint goes to each tier."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +43,7 @@ class Picture:
     run: RunState = field(default_factory=RunState)
     estimates: Estimates = field(default_factory=estimates.initial)
     account: Account = field(default_factory=accounting.initial)
+    tiers: TierBook = ()
     decision: Decision | None = None
     """The interval that holds."""
     proposal: Decision | None = None
@@ -64,6 +76,7 @@ def apply(picture: Picture, event: events.Event) -> Picture:
         estimates=estimates.apply(picture.estimates, event),
         account=accounting.apply(picture.account, event),
         drills=drilling.apply(picture.drills, event),
+        tiers=tierbook.apply(picture.tiers, event),
     )
     match event:
         case events.IntervalDecided():
@@ -87,8 +100,18 @@ def apply(picture: Picture, event: events.Event) -> Picture:
             pass
     if isinstance(event, _RECONSIDER):
         known = estimates.estimate(changed.estimates, t=changed.run.t, world_size=changed.world, bounds=False)
-        return dataclasses.replace(changed, proposal=interval.decide(known, changed.run.policy))
+        return dataclasses.replace(
+            changed, proposal=interval.decide(known, changed.run.policy), tiers=_promotion(changed)
+        )
     return changed
+
+
+def _promotion(picture: Picture) -> TierBook:
+    if len(picture.tiers) < 2:
+        return picture.tiers
+    rates = estimates.rates_by_severity(picture.estimates, t=picture.run.t, world_size=picture.world)
+    decision = picture.decision
+    return tierbook.decided(picture.tiers, interval_s=decision.interval_s if decision else None, rates=rates)
 
 
 def replay(history: Iterable[events.Event]) -> Picture:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 Formula = Literal["young", "daly", "exact"]
@@ -35,6 +35,8 @@ class Policy:
     min_interval_s: float | None = None
     max_interval_s: float | None = 7200.0
     formula: Formula = "daly"
+    tiers: list[dict[str, Any]] = field(default_factory=list)
+    """Fastest first: {name, promote}, `promote` being a number, `auto` or None."""
     # restarts
     max_without_progress: int = 3
     max_restarts: int | None = None

@@ -160,6 +160,8 @@ class RunState:
     rollback: events.RolledBack | None = None
     """The newest, until something is committed after it."""
     inventory: events.InventoryReported | None = None
+    inventory_problems: int = 0
+    """How often in a row the answer was that a tier cannot be read."""
     # requests
     save_request: int = 0
     request: events.Requested | None = None
@@ -236,7 +238,7 @@ def _daemon_started(state: RunState, event: events.DaemonStarted) -> RunState:
     state = dataclasses.replace(state, policy=Policy.from_dict(event.policy))
     # What agents told an earlier daemon is old, the checkpoints on disk too: they say it again when they dial in.
     nodes = {name: dataclasses.replace(node, connected=False) for name, node in state.nodes.items()}
-    state = dataclasses.replace(state, inventory=None)
+    state = dataclasses.replace(state, inventory=None, inventory_problems=0)
     if state.outcome is not None and state.outcome.outcome != "finished":
         # Somebody started the run again by hand: budgets begin afresh, history stays. What was held against a checkpoint
         # may have been the script's fault, which is put right now: the newest is tried first again. A run that was given
@@ -340,7 +342,9 @@ def _device_drained(state: RunState, event: events.DeviceDrained) -> RunState:
 
 
 def _inventory_reported(state: RunState, event: events.InventoryReported) -> RunState:
-    if event.problem or state.keeping.suspect((event.chosen or {}).get("sequence", 0)):
+    if event.problem:
+        return dataclasses.replace(state, inventory_problems=state.inventory_problems + 1)
+    if state.keeping.suspect((event.chosen or {}).get("sequence", 0)):
         return state  # the question was put before the run went back: it is put again
     newest = state.inventory
     if newest is None or (event.chosen or {}).get("sequence", 0) >= (newest.chosen or {}).get("sequence", 0):
@@ -379,6 +383,7 @@ def _attempt_launched(state: RunState, event: events.AttemptLaunched) -> RunStat
         exits=(),
         losses=(),
         closed=False,
+        inventory_problems=0,
         request=None if state.request is not None and state.request.request == "relaunch" else state.request,
         inventory=None,
         waiting_since=None,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ckptd import jobspec, orders
 from ckptd.core import drilling, events, picture, placement
-from ckptd.core.keeping import Range, is_suspect
+from ckptd.core.keeping import Range, is_suspect, name_of
 from ckptd.daemon import Daemon
 from ckptd.drills.scratch import DEVICES_PATIENCE_S, NEVER, supervise
 from ckptd.errors import CkptdError, UsageError
@@ -27,6 +27,7 @@ from ckptd.jobspec import JobSpec, Tier
 from ckptd.ledger import Ledger
 from ckptd.node import tiers
 from ckptd.rundir import RunDir
+from ckptd.tiers import copy_checkpoint, is_url, open_store
 from ckptd_shim.contract import DrillResult, Marker, RestoreDrill
 
 MOST_WORDS = 4000
@@ -114,10 +115,16 @@ def restore(spec: JobSpec, candidate: Candidate, tier: Tier, *, scratch: Path, w
     own = _spec(spec, scratch, world_for(spec, workers))
     directory = own.tier_dir(own.checkpoint.tiers[0])
     directory.mkdir(parents=True)
-    # A link: what is tried is the checkpoint itself, and nothing of its size is written.
-    (directory / os.path.basename(candidate.path)).symlink_to(candidate.path, target_is_directory=True)
     answer = scratch / "result.json"
     problem = ""
+    try:
+        _bring(candidate, directory)
+    except OSError as error:
+        problem = f"it cannot be fetched: {error}"
+        return Result(
+            tier=tier.name, step=candidate.marker.step, path=candidate.path, seconds=time.monotonic() - begun,
+            problem=problem,
+        )  # fmt: skip
     try:
         problem = _problem(supervise(own, RunDir(scratch / "run"), RestoreDrill(result=str(answer))))
     except CkptdError as error:
@@ -140,6 +147,18 @@ def restore(spec: JobSpec, candidate: Candidate, tier: Tier, *, scratch: Path, w
         tier=tier.name, step=marker.step, path=candidate.path, ok=not problem, loss=said.loss if said else None,
         expected=expected, compared=compared if said else "", seconds=time.monotonic() - begun, problem=problem,
     )  # fmt: skip
+
+
+def _bring(candidate: Candidate, directory: Path) -> None:
+    """Have the checkpoint in `directory`. A link will do: what is tried is the checkpoint itself, and nothing is written.
+
+    What lies on an object store has to be copied.
+    """
+    name = name_of(candidate.path)
+    if is_url(candidate.path):
+        copy_checkpoint(open_store(candidate.path.removesuffix(name).rstrip("/")), open_store(str(directory)), name)
+    else:
+        (directory / name).symlink_to(candidate.path, target_is_directory=True)
 
 
 def _spec(spec: JobSpec, scratch: Path, world: int) -> JobSpec:

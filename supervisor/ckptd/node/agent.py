@@ -43,6 +43,10 @@ THREADS = 32
 """For what may block. A file system that hangs keeps a few for ever, and ending workers needs one more."""
 ALONE_SAVE_S = 600.0
 """How long an attempt may take to save and stop when no daemon is there to say."""
+ALONE_DRAIN_S = 600.0
+"""And the copies of its last commit to the slower tiers after that."""
+TOLD_PATIENCE_S = 5.0
+"""How long the daemon may take to acknowledge the last events of an agent that leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +197,7 @@ class Agent:
         kind = order["type"]
         if kind == "welcome":
             self.settings = Settings.from_message(order["settings"])
-            self._keeper.tiers = self.settings.tiers
+            self._keeper.configure(self.settings.tiers)
             self._kindle()
         elif kind == "store":
             self._spawn(self._open_store(int(order["attempt"])))
@@ -213,8 +217,10 @@ class Agent:
             self._spawn(self._keeper.consulted(order))
         elif kind == "unpin":
             self._keeper.unpin(order["names"])
+        elif kind == "promotion":
+            self._keeper.promote(order["every"], here=bool(order["here"]))
         elif kind == "exit":
-            self._exiting.set()
+            self._spawn(self._leave(float(order.get("drain_s", 0.0))))
         else:
             log.warning("an order of an unknown kind: %s", kind)
 
@@ -245,6 +251,19 @@ class Agent:
         self._link.event("requested", request="stop", source=source)
         if not self._link.connected:
             self._save_and_leave(source)
+
+    def _emit(self, kind: str, **event: Any) -> None:
+        """An event of the attempt."""
+        self._link.event(kind, **event)
+        self._keeper.saw(kind, event)
+
+    async def _leave(self, drain_s: float) -> None:
+        """The run is over, or nobody has needed this agent for long: see to its checkpoints, and go."""
+        await self._keeper.finish(drain_s)
+        deadline = time.monotonic() + TOLD_PATIENCE_S
+        while self._link.connected and self._link.unacknowledged and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self._exiting.set()
 
     # --- orders ---
 
@@ -283,7 +302,7 @@ class Agent:
             node=self.node,
             directory=order["context"]["attempt_dir"],
             ranks=[int(rank) for rank in order["ranks"]],
-            emit=self._link.event,
+            emit=self._emit,
             release=lambda: None,
             spare=self._own_children,
             stop_grace_s=self.settings.stop_grace_s,
@@ -429,8 +448,7 @@ class Agent:
 
     async def _answer_inventory(self, order: Message) -> None:
         self._link.event("inventory_reported", **await self._keeper.inventory(order))
-        for tier in self._keeper.tiers:  # no restart waits for this
-            await asyncio.to_thread(tiers.clear_graves, tier)
+        await self._keeper.clear_graves()  # no restart waits for this
 
     # --- by itself ---
 
@@ -519,7 +537,7 @@ class Agent:
         attempt = self.attempt
         if attempt is None:
             log.warning("leaving: %s", reason)
-            self._exiting.set()
+            self._spawn(self._leave(ALONE_DRAIN_S))
             return
         log.warning("saving and stopping attempt %d: %s", attempt.number, reason)
         if 0 not in attempt.ranks:  # rank 0's node is alone as well, and asks for the save
@@ -543,7 +561,7 @@ class Agent:
         attempt.stop(grace=True)
         await attempt.ended.wait()
         if not self._link.connected:
-            self._exiting.set()
+            await self._leave(ALONE_DRAIN_S)
 
 
 def _open_store(host: str) -> Any:

@@ -1,22 +1,27 @@
-"""What does an agent do with the checkpoints on its tiers? It finds, prunes, pins, and answers questions about them."""
+"""What does an agent do with the checkpoints on its tiers? Find, promote, prune and pin them, and answer questions."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-import os
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from ckptd.core.keeping import name_of
 from ckptd.errors import CkptdError, UsageError
 from ckptd.link import Message
-from ckptd.node import lookup, retire, tiers
+from ckptd.node import inventory, lookup, retire
 from ckptd.node.inuse import InUse
+from ckptd.node.promote import Promoter
 from ckptd.node.retire import Holdings
-from ckptd.node.tiers import Found, Tier
-from ckptd_shim import contract
+from ckptd.node.tiers import Found, Tier, clear_graves, marker_key
+from ckptd.tiers import Copied, Crew, NoSuchFile
 
 log = logging.getLogger(__name__)
+
+TIDY_PATIENCE_S = 10.0
+"""How long the last deletions of a run may take."""
 
 
 class Keeper:
@@ -35,18 +40,92 @@ class Keeper:
         self._run_id = run_id
         self._emit = emit
         self._say = say
-        self._pruning = False
+        self._crew = Crew()
+        self._promoter: Promoter | None = None
+        self._pruning: set[str] = set()
+        self._holdings: Holdings | None = None
+        """As the daemon said last."""
         self._tight: set[str] = set()
         """Tiers that will be full, which was said."""
         self._verified: dict[str, bool] = {}
         """By path: whether every digest matched when this agent last looked."""
 
+    # --- slower tiers ---
+
+    def configure(self, tiers: list[Tier]) -> None:
+        """Use these tiers from now on."""
+        self.tiers = tiers
+        if self._promoter is not None and self._promoter.tiers != tiers:
+            self.promote({}, here=False)
+
+    def promote(self, every: dict[str, int], *, here: bool) -> None:
+        """Have commits brought to the tiers after the first, each as often as the daemon says, if that is done `here`.
+
+        From then on it goes on without a daemon.
+        """
+        if not here or len(self.tiers) < 2:
+            if self._promoter is not None:
+                self._promoter.close()
+                self._promoter = None
+            return
+        if self._promoter is None:
+            self._promoter = Promoter(
+                tiers=self.tiers, run_id=self._run_id, crew=self._crew, in_use=self.in_use, tell=self._from_threads()
+            )
+        self._promoter.set_every(every)
+
+    def saw(self, kind: str, event: Message) -> None:
+        """What an attempt says: a commit is news for the slower tiers, whether a daemon is there or not."""
+        if kind == "save_committed" and self._promoter is not None:
+            self._promoter.known[marker_key(event["tier"], event["path"])] = event["marker_crc32c"]
+            self._promoter.committed(int(event["sequence"]))
+
+    async def finish(self, drain_s: float) -> None:
+        """The run is over: bring its last commit everywhere, within `drain_s`, say where it is missing, and tidy up."""
+        promoter = self._promoter
+        if promoter is None:
+            return
+        if promoter.behind and drain_s > 0:
+            what = f"the last commit is being copied to the slower tiers; this may take {drain_s:.0f} s at most"
+            self._emit("noted", level="info", what=what)
+        for missing in await asyncio.to_thread(promoter.drain, drain_s):
+            self._emit("noted", level="error", what=missing)
+        promoter.close()
+        if self._holdings is not None:  # the daemon's order to prune after the last copy may come too late
+            jobs = [asyncio.ensure_future(self._prune_tier(tier, self._holdings)) for tier in self.tiers]
+            await asyncio.wait(jobs, timeout=TIDY_PATIENCE_S)
+
+    def _from_threads(self) -> Callable[..., None]:
+        loop = asyncio.get_running_loop()
+
+        def tell(kind: str, **event: Any) -> None:
+            loop.call_soon_threadsafe(functools.partial(self._emit, kind, **event))
+
+        return tell
+
+    # --- finding and deleting ---
+
     async def inventory(self, order: Message) -> Message:
         """Which checkpoint to resume from: the fields of `InventoryReported`."""
-        answer = await asyncio.to_thread(
-            tiers.inventory, self.tiers, self._run_id, order["markers"], order["avoid"],
-            suspects=order.get("suspects", ()), in_use=self.in_use,
+        tell = self._from_threads()
+        suspects = order.get("suspects", ())
+        if self._promoter is not None:
+            self._promoter.known.update(order["markers"])
+            self._promoter.suspects = suspects
+
+        def fetched(found: Found, to: Tier, copied: Copied) -> None:
+            tell(
+                "checkpoint_copied", attempt=found.attempt, step=found.step, tier=to.name,
+                path=to.store().path(found.name), source=found.path, bytes=copied.bytes, seconds=copied.seconds,
+                sequence=found.sequence, marker_crc32c=found.marker_crc32c,
+            )  # fmt: skip
+
+        question = inventory.Question(
+            tiers=self.tiers, run_id=self._run_id, known=order["markers"], avoid=order["avoid"], suspects=suspects,
+            expected=order.get("expected", {}), settle=bool(order.get("settle")), crew=self._crew,
+            in_use=self.in_use, fetched=fetched,
         )  # fmt: skip
+        answer = await asyncio.to_thread(inventory.inventory, question)
         self._verified |= {item["path"]: False for item in answer.get("rejected", ())}
         if answer.get("chosen") is not None:
             self._verified[answer["chosen"]["path"]] = True
@@ -54,16 +133,19 @@ class Keeper:
 
     async def prune(self, holdings: Holdings) -> None:
         """Delete what the rules of each tier no longer keep."""
-        if self._pruning:
-            return  # the next commit asks again; a tier that hangs must not take a thread at each
-        self._pruning = True
-        try:
-            for tier in self.tiers:
-                await self._prune_tier(tier, holdings)
-        finally:
-            self._pruning = False
+        self._holdings = holdings
+        if self._promoter is not None:
+            self._promoter.suspects = holdings.suspects
+        await asyncio.gather(*(self._prune_tier(tier, holdings) for tier in self.tiers))
+
+    async def clear_graves(self) -> None:
+        """Finish deletions that were cut short."""
+        await asyncio.gather(*(asyncio.to_thread(clear_graves, tier) for tier in self.tiers))
 
     async def _prune_tier(self, tier: Tier, holdings: Holdings) -> None:
+        if tier.name in self._pruning:
+            return  # the next commit asks again; a tier that hangs must not take a thread at each
+        self._pruning.add(tier.name)
         try:
             gone, tight = await asyncio.to_thread(
                 retire.prune_and_see, tier, holdings, in_use=self.in_use, verified=dict(self._verified)
@@ -71,6 +153,8 @@ class Keeper:
         except OSError as error:
             self._emit("noted", level="warning", what=f"tier {tier.name!r}: nothing was deleted: {error}")
             return
+        finally:
+            self._pruning.discard(tier.name)
         for item in gone:
             self._deleted(item.path, item.tier, item.step, item.why)
         if tight is not None and tier.name not in self._tight:
@@ -112,9 +196,12 @@ class Keeper:
     def _pin_now(self, order: Message) -> Found:
         found = lookup.find(self.tiers, self._run_id, step=order["step"], path=order["path"], known=order["markers"])
         with self.in_use.lock:
-            if not os.path.exists(os.path.join(found.path, contract.COMMITTED)):
-                raise UsageError(f"{found.path} has just been deleted by the rules of its tier")
             self.in_use.pinned.add(name_of(found.path))
+        try:  # from now on nothing deletes it; it may have gone before
+            next(tier for tier in self.tiers if tier.name == found.tier).store().marker(found.name)
+        except NoSuchFile:
+            self.unpin([name_of(found.path)])
+            raise UsageError(f"{found.path} has just been deleted by the rules of its tier") from None
         return found
 
     async def _verify(self, order: Message) -> Message:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from ckptd.core.keeping import name_of
 from ckptd.errors import UsageError
 from ckptd.node import tiers
 from ckptd.node.inuse import InUse
 from ckptd.node.tiers import Found, Tier
-from ckptd_shim.digest import verify_checkpoint
-from ckptd_shim.errors import CheckpointError
+from ckptd.tiers import verify
 
 _SHOWN = 12
 
@@ -49,8 +48,8 @@ def find(
 
 
 def verified(
-    tiers_: Iterable[Tier], run_id: str, *, step: int, path: str | None = None, known: Mapping[str, str] | None = None,
-    in_use: InUse | None = None,
+    tiers_: Collection[Tier], run_id: str, *, step: int, path: str | None = None,
+    known: Mapping[str, str] | None = None, in_use: InUse | None = None,
 ) -> Found:  # fmt: skip
     """Like `find`, and every byte of it is read and compared with what was committed.
 
@@ -61,8 +60,9 @@ def verified(
     using = in_use or InUse()
     try:
         with using.hold(found.path):
-            verify_checkpoint(found.path, found.marker_crc32c)
-    except (CheckpointError, OSError) as error:
+            store = next(tier for tier in tiers_ if tier.name == found.tier).store()
+            verify(store, found.name, found.marker_crc32c)
+    except OSError as error:
         raise UsageError(f"the checkpoint of step {step} is damaged: {error}") from None
     return found
 

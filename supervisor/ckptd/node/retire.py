@@ -19,12 +19,12 @@ from ckptd.core import keeping, retention
 from ckptd.core.keeping import Range, name_of
 from ckptd.node import tiers
 from ckptd.node.inuse import InUse
-from ckptd.node.tiers import DOOMED_PREFIX, Found, Tier
+from ckptd.node.tiers import Found, Tier
+from ckptd.tiers import Store
+from ckptd.tiers.base import COPY_PREFIX, DOOMED_PREFIX
 from ckptd_shim import contract
 
 log = logging.getLogger(__name__)
-
-COPY_PREFIX = ".copy-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,9 @@ def survey(
         OSError: the tier cannot be read.
     """
     using = in_use or InUse()
-    found = {f.path: f for f in tiers.scan(tier)}
-    others = {path: why for path, f in found.items() if (why := _hands_off(f, holdings.run_id)) is not None}
+    store = tier.store()
+    found = {f.path: f for f in tiers.scan(tier, store=store)}
+    others = {path: why for path, f in found.items() if (why := _hands_off(f, holdings.run_id, store)) is not None}
     held = [
         retention.Held(
             path=f.path, tier=f.tier, step=f.step, sequence=f.sequence, attempt=f.attempt,
@@ -106,25 +107,16 @@ def survey(
     return items + [_item(found[path], goes=False, why=why) for path, why in others.items()]
 
 
-def _hands_off(found: Found, run_id: str) -> str | None:
+def _hands_off(found: Found, run_id: str, store: Store) -> str | None:
     """Why a directory is none of this run's business; None: this run made it."""
     if found.problem:
         return f"not understood, so not touched: {found.problem}"
     if found.marker is not None:
         return None if found.marker.run_id == run_id else f"of another run ({found.marker.run_id})"
-    owner = owner_of(found.path)
+    owner = store.owner(found.name)
     if owner is None:
         return "nothing says which run began it; remove it by hand if none is writing it"
     return None if owner == run_id else f"begun by another run ({owner})"
-
-
-def owner_of(path: str) -> str | None:
-    """The run that began a checkpoint directory; None: it does not say."""
-    try:
-        with open(os.path.join(path, contract.OWNER), encoding="utf-8") as file:
-            return file.read(200).strip() or None
-    except (OSError, ValueError):
-        return None
 
 
 def _item(found: Found, *, goes: bool, why: str) -> Item:
@@ -141,8 +133,11 @@ def _item(found: Found, *, goes: bool, why: str) -> Item:
 def leftovers(tier: Tier, *, in_use: InUse | None = None, sources: Iterable[str] = ()) -> list[Item]:
     """Half-done deletions, and half-done copies of checkpoints that are on no tier any more.
 
-    `sources`: names of the commits that are on some tier, whose copies will be gone on with.
+    `sources`: names of the commits that are on some tier, whose copies will be gone on with. An object store has no such
+    leftovers: what is half there is a checkpoint that is not committed.
     """
+    if tier.remote:
+        return []
     try:
         names = sorted(os.listdir(tier.directory))
     except OSError:
@@ -171,23 +166,26 @@ def leftovers(tier: Tier, *, in_use: InUse | None = None, sources: Iterable[str]
 def delete(tier: Tier, items: Iterable[Item], *, in_use: InUse | None = None) -> list[Item]:
     """Delete those of `items` that go; returns the ones that went. One that is pinned or used by now stays."""
     using = in_use or InUse()
+    store = tier.store()
     gone = []
     for item in items:
         if not item.goes:
             continue
-        name = os.path.basename(item.path)
-        grave = item.path
-        if not name.startswith((DOOMED_PREFIX, COPY_PREFIX)):
-            grave = os.path.join(tier.directory, DOOMED_PREFIX + name)
+        name = name_of(item.path)
+        if name.startswith((DOOMED_PREFIX, COPY_PREFIX)):
+            shutil.rmtree(item.path, ignore_errors=True)
+            gone.append(item)
+            continue
+        try:
             with using.lock:
                 if using.kept(item.path):
                     continue
-                try:
-                    os.rename(item.path, grave)
-                except OSError as error:
-                    log.warning("cannot delete %s: %s", item.path, error)
-                    continue
-        shutil.rmtree(grave, ignore_errors=True)
+                if not tier.remote:  # a store that does not answer must not hold the lock
+                    store.bury(name)
+            store.delete(name)
+        except OSError as error:
+            log.warning("cannot delete %s: %s", item.path, error)
+            continue
         gone.append(item)
     return gone
 
@@ -207,7 +205,7 @@ def prune_and_see(
     gone = delete(tier, found, in_use=in_use)
     left = [item for item in found if item.what == "committed" and item not in gone]
     newest = max(left, key=lambda item: item.sequence, default=None)
-    if newest is None:
+    if newest is None or tier.remote:
         return gone, None
     each = space.Footprint(bytes=newest.bytes or 0, files=(newest.files or 0) + 2)
     return gone, space.foresee(tier.name, tier.directory, keep_last=tier.keep_last, held=len(left), each=each)

@@ -16,6 +16,8 @@ from ckptd.core import accounting, events
 from ckptd.core.run import Status
 
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 3600.0)
+SAVES_REMEMBERED = 1000
+"""Saves whose beginning is known when a copy of them arrives on a slow tier."""
 RESTART_PHASES = ("detect", "stop", "wait", "launch", "init", "restore", "first_step")
 
 
@@ -53,6 +55,9 @@ class Tally:
         self.last_commit: dict[str, float] = {}
         self.checkpoint_bytes: dict[str, int] = {}
         self.failing: dict[str, bool] = {}
+        self.copies: dict[tuple[str, str], int] = {}
+        self._begun: dict[tuple[int | None, int], float] = {}
+        """When the newest saves began, by attempt and step."""
         self.lost_steps = 0
         self.rejections = 0
 
@@ -73,6 +78,21 @@ class Tally:
                 self.last_commit[event.tier] = event.at
                 self.checkpoint_bytes[event.tier] = event.bytes
                 self.failing[event.tier] = False
+                self._begun[event.attempt, event.step] = event.t - event.upload_s
+                while len(self._begun) > SAVES_REMEMBERED:
+                    del self._begun[next(iter(self._begun))]
+            case events.CheckpointCopied():
+                _count(self.checkpoints, (event.tier, "committed"))
+                _count(self.copies, (event.tier, "committed"))
+                begun = self._begun.get((event.attempt, event.step), event.t - event.seconds)
+                self.commits.setdefault(event.tier, Histogram()).observe(max(0.0, event.t - begun))
+                self.failing[event.tier] = False
+                self.last_commit[event.tier] = event.at
+                self.checkpoint_bytes[event.tier] = event.bytes
+            case events.CopyFailed():
+                _count(self.checkpoints, (event.tier, "failed"))
+                _count(self.copies, (event.tier, "failed"))
+                self.failing[event.tier] = True
             case events.SaveFailed():
                 _count(self.checkpoints, (event.tier, "failed"))
                 self.failing[event.tier] = True
@@ -166,9 +186,10 @@ class RunCollector(Collector):
             {(tier,): at for tier, at in tally.last_commit.items()}, ["tier"],
         )  # fmt: skip
         sizes = {(tier,): float(size) for tier, size in tally.checkpoint_bytes.items()}
+        yield _counter("ckptd_tier_copies", "Copies to slower tiers.", dict(tally.copies.items()), ["tier", "result"])
         yield _gauge("ckptd_checkpoint_bytes", "Size of the newest checkpoint.", sizes, ["tier"])
         failing = {(tier,): float(failing) for tier, failing in tally.failing.items()}
-        yield _gauge("ckptd_tier_failing", "1 where the last save to the tier failed.", failing, ["tier"])
+        yield _gauge("ckptd_tier_failing", "1 where the last save or copy to the tier failed.", failing, ["tier"])
         yield _counter("ckptd_lost_steps", "Steps that were trained and thrown away.", {(): float(tally.lost_steps)})
         rejections = {(): float(tally.rejections)}
         yield _counter("ckptd_guard_rejections", "States that were not fit to be committed.", rejections)
