@@ -187,13 +187,13 @@ def measure(way, work, shim, place, options, *, group, rank):
         watcher = threading.Thread(target=watch)
         watcher.start()
         for _ in range(options.steps - 1):
-            began = time.perf_counter()
+            began, stood = time.perf_counter(), 0.0
             work.step()
             if shim is not None:
-                waited += shim._waited_s
-                shim._waited_s = 0.0
+                stood, shim._waited_s = shim._waited_s, 0.0
+                waited += stood
             if not done.is_set():
-                steps.append(time.perf_counter() - began)
+                steps.append(time.perf_counter() - began - stood)
         wall = time.perf_counter() - begun
         finish()
         watcher.join()
