@@ -1,5 +1,7 @@
 import json
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 from any_events import any_event
@@ -132,6 +134,32 @@ def test_what_became_of_checkpoints_is_told():
     assert (told["drills"]["passed"], told["drills"]["failed"]) == (1, 1)
     assert told["drills"]["newest"]["problem"] == "digest"
     assert [(row["to_step"], row["why"]) for row in told["rollbacks"]] == [(7, "spikes")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied(ev.Event):
+    kind: ClassVar[str] = "checkpoint_copied"
+    step: int = 0
+    tier: str = ""
+    path: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotCopied(ev.Event):
+    kind: ClassVar[str] = "copy_failed"
+    tier: str = ""
+    error: str = ""
+
+
+def test_copies_on_further_tiers_are_counted():
+    folded = overview_of(
+        [Copied(t=1.0, step=5, tier="durable", bytes=7, seconds=3.0), NotCopied(t=2.0, tier="durable", error="403")]
+    )
+    told = folded.document(status.document(picture.Picture(), t=3.0))["checkpoints"]["durable"]
+    assert (told["copied"], told["copy_failed"], told["error"], told["upload_s"]) == (1, 1, "403", 3.0)
+    assert told["newest"]["step"] == 5
 
 
 def test_a_thinned_series_keeps_its_ends():
