@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from pathlib import Path
 
 import yaml
 
-from ckptd import jobspec, link
+from ckptd import auth, jobspec, link
 from ckptd.core import events as ev
 from ckptd.daemon import Daemon
+from ckptd.door import Door
 from ckptd.ledger import Ledger
 from ckptd.rundir import RunDir
 
@@ -42,6 +44,36 @@ class Bystander:
 
     def why_dead(self, node):
         return "it was never there"
+
+
+class RemoteBystander:
+    """The same for agents on other machines: `arrivals` is what reaching for a node comes to."""
+
+    def __init__(self, *nodes):
+        self._nodes = nodes
+        self.started, self.ended = [], []
+        self.arrivals = {}
+
+    def nodes(self):
+        return list(self._nodes)
+
+    def python(self, node):
+        return None
+
+    def start(self, node, *, replace):
+        self.started.append((node, replace))
+
+    def end(self, node):
+        self.ended.append(node)
+
+    def busy(self, node):
+        return False
+
+    def arrival(self, node):
+        return self.arrivals.pop(node, None)
+
+    def close(self):
+        pass
 
 
 def specification(directory: Path, **sections):
@@ -107,8 +139,8 @@ def event(seq, kind, **changes):
 class House:
     """A running daemon."""
 
-    def __init__(self, daemon, ledger, launcher, path):
-        self.daemon, self.ledger, self.launcher, self.path = daemon, ledger, launcher, path
+    def __init__(self, daemon, ledger, launcher, path, door=None):
+        self.daemon, self.ledger, self.launcher, self.path, self.door = daemon, ledger, launcher, path, door
         self._wires = []
 
     async def dial(self):
@@ -131,17 +163,29 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def living(directory: Path, **sections):
-    """A daemon at work on a run; it is stopped at the end."""
+async def living(directory: Path, *, nodes: tuple[str, ...] = (), **sections):
+    """A daemon at work on a run; it is stopped at the end. With `nodes` it listens for agents on those."""
+    if nodes:
+        sections["cluster"] = {
+            "launcher": "ssh", "hosts": list(nodes), "devices_per_node": 1, **sections.get("cluster", {}),
+        }  # fmt: skip
+        tier = {"name": "disk", "path": str(directory / "ckpt"), "shared": True}
+        sections["checkpoint"] = {"interval": {"steps": 10}, "tiers": [tier]}
     spec = specification(directory, **sections)
     run_dir = RunDir(spec.run_dir_path)
     run_dir.create()
-    launcher = Bystander()
+    launcher = RemoteBystander(*nodes) if nodes else Bystander()
+    door = None
+    if nodes:
+        sock = socket.create_server(("127.0.0.1", 0))
+        door = Door(sock=sock, secret=auth.run_secret(str(run_dir.secret_path)), epoch=0)
     with Ledger.open(run_dir.ledger_path) as ledger:
         path = run_dir.socket_path()
-        daemon = Daemon(spec=spec, run_dir=run_dir, run_id=RUN_ID, ledger=ledger, launcher=launcher, socket_path=path)
+        daemon = Daemon(
+            spec=spec, run_dir=run_dir, run_id=RUN_ID, ledger=ledger, launcher=launcher, socket_path=path, door=door
+        )
         task = asyncio.create_task(daemon.run())
-        house = House(daemon, ledger, launcher, path)
+        house = House(daemon, ledger, launcher, path, door)
         try:
             await house.until(lambda: task.done() or house.of(ev.DaemonStarted))
             yield house
@@ -155,3 +199,5 @@ async def living(directory: Path, **sections):
                 await asyncio.gather(task, return_exceptions=True)
             for wire in house._wires:
                 wire.writer.close()
+            if door is not None:
+                door.sock.close()
