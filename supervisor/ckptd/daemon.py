@@ -106,7 +106,8 @@ class Daemon:
         else:
             self.agents = Fleet(
                 launcher=cast("RemoteLauncher", launcher), run_id=run_id, happened=self.happened, now=self.clock.now,
-                heartbeat_s=spec.cluster.heartbeat_timeout, adopting=self.picture.run.status not in NOTHING_LIVES,
+                heartbeat_s=spec.cluster.heartbeat_timeout,
+                adopting=self.picture.run.status not in NOTHING_LIVES and not door.moved,
             )  # fmt: skip
         self.agents.stop_patience_s += spec.restart.stop_grace
         self._rehearsal = Rehearsal(run_dir=str(run_dir.path), done=self.happened, now=self.clock.now)

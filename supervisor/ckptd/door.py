@@ -28,6 +28,8 @@ class Door:
     sock: socket.socket
     secret: bytes
     epoch: int
+    moved: bool = False
+    """Agents of an earlier daemon know another port: they have to be told."""
     addresses: dict[str, str] = field(default_factory=dict)
     """node -> the address of this machine that it dials."""
 
@@ -66,6 +68,7 @@ def open_door(spec: JobSpec, run_dir: RunDir, *, epoch: int) -> Door:
     sock = _bound(bind, port, before.get("port") if port == 0 else None)
     # Beside the ledger, which may be lost: agents never again obey a lower one.
     door = Door(sock=sock, secret=secret, epoch=max(epoch, before.get("epoch", 0)), addresses=addresses)
+    door.moved = before.get("port", door.port) != door.port or door.epoch != before.get("epoch", door.epoch)
     document = {"host": bind, "port": door.port, "epoch": door.epoch}
     contract.write_atomically(run_dir.listen_path, json.dumps(document).encode(), durable=True)
     return door

@@ -37,8 +37,8 @@ __all__ = ["MAX_LINE", "PROTOCOL", "AgentLink", "Channel", "LinkError", "Message
 
 REDIAL_S = 0.2
 MAX_REDIAL_S = 5.0
-DIAL_TIMEOUT_S = 10.0
-"""A host that does not answer at all is given so long, and tried again."""
+DIAL_TIMEOUT_S = 5.0
+"""A host that does not answer, or takes the call and says nothing, is given so long: by then the daemon may have moved."""
 PROOF_PATIENCE_S = 5.0
 """What a stranger has in all to prove that it knows the secret."""
 MAX_STRANGERS = 64
@@ -223,7 +223,7 @@ class AgentLink:
             channel.send(hello)
             answer = await channel.receive()
         else:
-            async with asyncio.timeout(2 * DIAL_TIMEOUT_S):
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
                 await auth.give_proof(channel, self._secret, hello)
                 answer = await channel.receive()
         if answer is None:

@@ -61,11 +61,11 @@ class Job:
 
     # --- the command line ---
 
-    def start(self, *, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(self, *options: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         """`ckptd run` in a session of its own, as a shell would start it."""
         with open(self.output_path, "ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ckptd", "run", str(self.path)],
+                [sys.executable, "-m", "ckptd", "run", str(self.path), *options],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                 env={**os.environ, **(env or {})},
             )  # fmt: skip

@@ -50,8 +50,8 @@ class Nodes(Job):
         script.write_text(SSH)
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
 
-    def start(self, *, env: dict[str, str] | None = None) -> Any:
-        return super().start(env={"PATH": f"{self.bin}:{os.environ['PATH']}", **(env or {})})
+    def start(self, *options: str, env: dict[str, str] | None = None) -> Any:
+        return super().start(*options, env={"PATH": f"{self.bin}:{os.environ['PATH']}", **(env or {})})
 
     def cut(self, host: str) -> None:
         """No ssh to this host from now on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -113,3 +114,44 @@ def test_a_node_out_of_reach_is_done_without_and_taken_up_again(make_nodes):
     assert job.wait() == 75
     first_loss = job.of(ev.Interrupted)[0]
     assert (first_loss.cause, first_loss.severity, first_loss.node) == ("node_lost", "node", second)
+
+
+def test_the_run_is_taken_over_on_another_port_and_then_a_whole_node_dies(make_nodes):
+    """As on another machine: the lock names a host that is not this one, and agents know an address that leads nowhere."""
+    first, second = HOSTS
+    job = make_nodes("--steps", "100000", "--pause", "0.03")
+    job.start()
+    job.wait_for(ev.SaveCommitted)
+    job.process.kill()
+    job.process.wait()
+    lock = job.run_dir / "lock"
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "elsewhere", "boot_id": "another"}))
+    refused = job.ckptd("run", str(job.path))
+    assert refused.returncode == 64
+    assert "pass --take-over" in refused.stderr
+    port = json.loads((job.run_dir / "listen.json").read_text())["port"]
+    with socket.create_server(("127.0.0.1", port)):  # it takes calls, and says nothing
+        job.start("--take-over")
+        for host in HOSTS:
+            job.wait_for(ev.AgentConnected, lambda e, host=host: e.node == host and e.running == 1)
+        told = json.loads((job.run_dir / "listen.json").read_text())
+        assert told["port"] != port
+        assert told["epoch"] == 1
+    trained = max(job.losses())
+    job.wait_until(lambda: max(job.losses()) > trained + 5, "the same attempt trains on")
+    assert [e.attempt for e in job.of(ev.AttemptLaunched)] == [1]
+
+    victims = [job.agent(second), *map(processes.identify, job.workers_on(second, 1).values())]
+    for victim in victims:
+        processes.send(victim, signal.SIGKILL)
+    launched = job.wait_for(ev.AttemptLaunched, lambda e: e.attempt == 2)
+    assert not any(map(processes.alive, victims))
+    assert not job.alive_on(first, 1)
+    assert launched.world_size == 2
+    newest = newest_on_disk(job, before=2)
+    assert (launched.resume["sequence"], launched.resume["step"]) == (newest.sequence, newest.step)
+    job.wait_for(ev.SaveCommitted, lambda e: e.attempt == 2)
+    (lost,) = job.of(ev.Interrupted)
+    assert (lost.cause, lost.severity, lost.node) == ("agent_lost", "node", second), job.story()
+    assert job.ckptd("stop", str(job.run_dir)).returncode == 0
+    assert job.wait() == 75

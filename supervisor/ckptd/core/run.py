@@ -279,6 +279,12 @@ def _agent_connected(state: RunState, event: events.AgentConnected) -> RunState:
     before = state.nodes.get(event.node or "", Node())
     # What an agent carries that is not the live attempt is a remnant of the time when it was out of reach.
     stray = event.running not in (None, state.attempt)
+    if before.agent and event.pid != before.agent:
+        # Whoever starts agents may not have said yet that the one before is dead: this one's being there says so.
+        detail = f"the agent of node {event.node} died"
+        state = _note_loss(
+            state, Loss(node=event.node or "", kind="agent", t=event.t, detected_t=event.t, detail=detail)
+        )
     return dataclasses.replace(
         state,
         book=devices.connected(state.book, event),
@@ -320,7 +326,8 @@ def _node_lost(state: RunState, event: events.NodeLost) -> RunState:
 
 
 def _note_loss(state: RunState, loss: Loss) -> RunState:
-    if loss.node not in state.placement or state.nodes[loss.node].ended:
+    known = any(found.node == loss.node for found in state.losses)
+    if known or loss.node not in state.placement or state.nodes[loss.node].ended:
         return state
     return dataclasses.replace(state, losses=(*state.losses, loss))
 
