@@ -187,8 +187,8 @@ class ColdCkptd(Ckptd):
 
 def memory_of_warmth(runner: Runner) -> float:
     """Memory of the forkserver that nobody shares (proportional set size), MiB; NaN where there is none."""
-    parents = {pid: _parent(pid) for pid in runner.children()}
-    agents = {pid for pid in parents if b"ckptd.node" in _command(pid)}
+    parents = {int(entry): _parent(int(entry)) for entry in os.listdir("/proc") if entry.isdecimal()}
+    agents = {pid for pid in runner.children() if b"ckptd.node" in _command(pid)}
     for pid, parent in parents.items():
         # It carries its code on the command line; the workers that are forked from it have another parent by then.
         if parent in agents and b"ckptd_shim" in _command(pid) and pid not in runner.pids:
