@@ -68,6 +68,7 @@ class Fleet(Sessions):
         # Agents of a run that is under way dial by themselves.
         first = time.monotonic() + (ADOPTION_GRACE_S if adopting else 0.0)
         self._watches = {node: _Watch(next_start=first) for node in launcher.nodes()}
+        self._stopping_s = 0.0
         self.superseded = False
 
     async def admit(self, channel: Channel, hello: Message) -> Session | None:
@@ -93,6 +94,7 @@ class Fleet(Sessions):
         now = time.monotonic()
         # A daemon that stood still itself has heard nobody.
         passed, self._turned = min(now - self._turned, LONGEST_TURN_S), now
+        self._stopping_s = self._stopping_s + passed if state.status is Status.STOPPING else 0.0
         for node, watch in self._watches.items():
             arrival = self._remote.arrival(node)
             if arrival is not None:
@@ -105,6 +107,8 @@ class Fleet(Sessions):
                 watch.silent_s = session.silent_s
             if watch.silent_s > self._heartbeat_s and not watch.lost:
                 self._lose(node, watch, f"nothing was heard of it for {watch.silent_s:.0f} s", session)
+            if session is not None and self._stopping_s > self.stop_patience_s and node in state.placement:
+                self._end_at_last(node, state)
             if (session is None or watch.lost) and now >= watch.next_start and not self._remote.busy(node):
                 # One that lives there and does not speak for so long hangs: another one takes its place.
                 self._remote.start(node, replace=watch.lost and (watch.met or watch.starts >= HUNG_STARTS))
@@ -112,6 +116,13 @@ class Fleet(Sessions):
                 watch.next_start = now + watch.pause_s
                 watch.pause_s = min(LONGEST_PAUSE_S, 2 * watch.pause_s)
         self._give_up(state)
+
+    def _end_at_last(self, node: str, state: RunState) -> None:
+        """Replace an agent that speaks and does not come to an end with an attempt: another one ends what is left."""
+        if not state.nodes[node].ended and not self._remote.busy(node):
+            log.warning("the agent of node %s does not end attempt %d; it is replaced", node, state.attempt)
+            self._stopping_s = 0.0
+            self._remote.start(node, replace=True)
 
     def _lose(self, node: str, watch: _Watch, why: str, session: Session | None) -> None:
         watch.lost = True

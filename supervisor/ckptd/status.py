@@ -146,7 +146,12 @@ def document(
             )
         },
         "nodes": {
-            name: {"connected": node.connected, "devices": list(node.devices), "unhealthy": sorted(node.unhealthy)}
+            name: {
+                "connected": node.connected,
+                "lost": node.gone_t is not None,
+                "devices": list(node.devices),
+                "unhealthy": sorted(node.unhealthy),
+            }
             for name, node in state.nodes.items()
         },
         "devices_left_out": state.book.held_against(t),

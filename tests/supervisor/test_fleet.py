@@ -54,12 +54,12 @@ class Office:
         self.nodes[node] = Node(connected=True, agent=7)
         return asyncio.run(self.fleet.admit(wire, hello(node=node, **changes)))
 
-    def turn(self, seconds=1.0):
+    def turn(self, seconds=1.0, status=Status.TRAINING):
         """Time passes, a second at a turn, as in the daemon."""
         while seconds > 0:
             self.now += min(1.0, seconds)
             seconds -= 1.0
-            self.fleet.mind(RunState(status=Status.TRAINING, nodes=self.nodes, placement=self.placement))
+            self.fleet.mind(RunState(status=status, nodes=self.nodes, placement=self.placement))
 
     def kinds(self):
         return [(e.kind, e.node) for e in self.happened]
@@ -194,3 +194,14 @@ def test_a_daemon_whose_run_was_taken_over_ends_and_tells_nobody_to_leave(office
     asyncio.run(office.fleet.dismiss())
     assert session.channel.sent == []
     assert office.launcher.ended == []
+
+
+def test_one_that_speaks_and_does_not_end_an_attempt_is_replaced(office):
+    sessions = [office.dial("n1"), office.dial("n2")]
+    office.placement = {"n1": (0,), "n2": (0,)}
+    office.nodes["n1"] = Node(connected=True, agent=7, ended=True)
+    for _ in range(int(office.fleet.stop_patience_s) + 2):
+        for session in sessions:
+            session.silent_s = 0.0
+        office.turn(status=Status.STOPPING)
+    assert office.launcher.started == [("n2", True)]

@@ -143,8 +143,11 @@ def event_line(event: events.Event) -> str | None:
             return left + (f" CANNOT BE KILLED: {stuck}" if stuck else "")
         case events.AgentLost():
             return f"the agent of node {event.node} is gone: {event.why}"
+        case events.NodeLost():
+            return f"node {event.node} is lost: {event.why}"
         case events.DeviceDrained():
-            return f"device {event.device} is {'drained' if event.drained else 'back in use'}"
+            what = event.device if event.device.startswith("node ") else f"device {event.device}"
+            return f"{what} is {'drained' if event.drained else 'back in use'}"
         case events.Requested():
             reason = f": {event.reason}" if event.reason else ""
             return f"request: {event.request} ({event.source}){reason}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from ckptd.core import devices, events
@@ -145,3 +147,43 @@ def test_a_device_whose_health_comes_and_goes_rests_too():
         report = events.HealthReported(t=float(t), node="a", unhealthy=[2], detail="too hot")
         state = devices.failed_in_use(state, report, {2})
     assert "too hot" in (state.why_not("a", 2, 10.0) or "")
+
+
+def two_nodes():
+    return devices.connected(book(), events.AgentConnected(t=0.0, node="b", devices=[{"index": 0, "id": "v0"}]))
+
+
+def test_a_node_is_drained_whatever_devices_it_has_and_given_back():
+    state = two_nodes()
+    assert state.named("b") == ["node b", "v0"]
+    for identity in state.named("b"):
+        state = devices.drained(state, events.DeviceDrained(t=0.0, device=identity))
+    state = devices.connected(state, events.AgentConnected(t=1.0, node="b", devices=[{"index": 0, "id": "new"}]))
+    assert state.why_not("b", 0, 1.0) == "drained", "another device in a node that nobody wants"
+    assert state.not_drained("b", (0,)) == ()
+    assert [(found["node"], found["for_s"]) for found in state.held_against(1.0)] == [("b", None)]
+    assert state.usable("a", (0, 1), 1.0) == (0, 1)
+    for identity in state.named("b"):
+        state = devices.drained(state, events.DeviceDrained(t=2.0, device=identity, drained=False))
+    assert state.usable("b", (0,), 2.0) == (0,)
+
+
+def test_a_node_that_is_lost_again_and_again_rests_where_there_is_another():
+    lost = [
+        events.Interrupted(t=t, detected_t=t, node="b", cause="node_lost", severity="node") for t in (1.0, 2.0, 3.0)
+    ]
+    state, alone = two_nodes(), book()
+    for event in lost:
+        state = devices.struck(state, event, {"a": (0,), "b": (0,)})
+        alone = devices.struck(alone, dataclasses.replace(event, node="a"), {"a": (0,)})
+    assert state.usable("b", (0,), 4.0) == ()
+    assert state.usable("a", (0,), 4.0) == (0,)
+    assert state.usable("b", (0,), 4.0 + QUARANTINE_S) == (0,)
+    assert alone.usable("a", (0,), 4.0) == (0,), "there is nothing else"
+
+
+def test_a_node_with_a_remnant_that_cannot_be_killed_is_left_out_until_somebody_says_otherwise():
+    ended = events.AttemptEnded(t=5.0, attempt=1, node="b", unkillable=[{"pid": 77, "name": "python", "rank": 3}])
+    state = devices.haunted(two_nodes(), ended)
+    assert "process 77" in (state.why_not("b", 0, 1e9) or "")
+    assert state.not_drained("b", (0,)) == ()

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.placement import Placement, choose, explain, wanted
+from ckptd.core.placement import Placement, choose, explain, wanted, wanted_of
 from ckptd.core.policy import Policy
 
 
@@ -15,6 +15,24 @@ def test_nodes_are_filled_evenly_in_order_of_name():
     assert choose(four, Policy(max_devices=3)).devices == {"n1": [0, 1], "n2": [0]}
     assert list(choose(four, Policy(max_devices=3)).devices) == ["n1", "n2"]
     assert choose({"n1": [3], "n2": [0, 1, 2, 5]}, Policy()).devices == {"n1": [3], "n2": [0, 1, 2, 5]}
+
+
+def test_ranks_follow_the_order_of_the_hosts():
+    policy = Policy(nodes=("z", "a", "m"))
+    assert list(choose({"a": [0], "m": [0], "z": [0]}, policy).devices) == ["z", "a", "m"]
+
+
+def test_spares_are_idle_until_they_are_needed():
+    policy = Policy(nodes=("n1", "n2", "n3"), spares=1)
+    whole = {"n1": [0, 1], "n2": [0, 1], "n3": [0, 1]}
+    assert choose(whole, policy).devices == {"n1": [0, 1], "n2": [0, 1]}
+    assert choose({**whole, "n1": [1]}, policy).devices == {"n2": [0, 1], "n3": [0, 1]}, (
+        "a node with a broken device waits"
+    )
+    assert choose({"n2": [0, 1], "n3": [0, 1]}, policy).devices == {"n2": [0, 1], "n3": [0, 1]}
+    assert choose({"n3": [0, 1]}, policy).devices == {"n3": [0, 1]}
+    assert wanted_of(whole, policy) == 4, "spares are not missed"
+    assert explain(whole, policy) == "all 4 healthy devices are used"
 
 
 def test_a_node_without_a_rank_is_not_in_the_placement():

@@ -10,7 +10,7 @@ from paper_cluster import World
 
 from ckptd.core import decisions, picture, run
 from ckptd.core import events as ev
-from ckptd.core.decisions import Ask, Launch, Record, Steer, Stop
+from ckptd.core.decisions import Ask, Launch, OpenStore, Record, Steer, Stop
 from ckptd.core.policy import Policy
 from ckptd.core.run import Status
 
@@ -237,6 +237,123 @@ def test_a_daemon_that_could_find_no_agent_leaves_orphans_that_the_next_one_ends
     state, recorded, orders = decide(state, 9.0)
     assert [type(e) for e in recorded] == [ev.Interrupted]
     assert {o.what for o in orders} == {"health", "inventory"}
+
+
+# --- several nodes ----------------------------------------------------------------------------------------------------
+
+FLEET = dataclasses.replace(POLICY, nodes=("b", "a"), orphan_timeout_s=600.0)
+
+
+def on_two_nodes(policy=FLEET):
+    """The history of a run that trains on two nodes."""
+    history = [ev.DaemonStarted(t=0.0, policy=policy.to_dict())]
+    for node in ("a", "b"):
+        history += [connected(node, address=f"10.0.0.{node}"), ev.HealthReported(t=1.0, node=node)]
+    history += [
+        ev.InventoryReported(t=1.0, node="b"),
+        ev.AttemptLaunched(t=2.0, attempt=1, world_size=4, placement={"b": [0, 1], "a": [0, 1]}),
+        ev.StoreOpened(t=2.5, attempt=1, node="b", host="10.0.0.b", port=99),
+        ev.WorkersStarted(t=3.0, attempt=1, node="b"),
+        ev.WorkersStarted(t=3.0, attempt=1, node="a"),
+        ev.WorkersInitialised(t=4.0, attempt=1, node="b"),
+        ev.StateRestored(t=5.0, attempt=1, node="b"),
+        ev.FirstStep(t=6.0, attempt=1, node="b", step=1),
+    ]
+    return history
+
+
+def test_a_launch_waits_for_all_nodes_of_which_nothing_is_known_but_not_for_lost_ones_nor_for_ever():
+    alone = [
+        ev.DaemonStarted(t=0.0, policy=FLEET.to_dict()), connected("a"), ev.HealthReported(t=1.0, node="a"),
+        ev.InventoryReported(t=1.0, node="a"),
+    ]  # fmt: skip
+    assert decide(fold(*alone), 2.0)[1:] == ([], [])
+    for state, t in (
+        (fold(*alone, ev.NodeLost(t=2.0, node="b", why="no route")), 2.0),
+        (fold(*alone), decisions.NODE_PATIENCE_S + 1.0),
+    ):
+        assert [e.placement for e in decide(state, t)[1]] == [{"a": [0, 1]}]
+
+
+def test_the_first_node_opens_the_store_before_anybody_launches_and_it_alone_says_what_to_resume():
+    history = on_two_nodes()
+    assert Ask(node="b", what="inventory") in decisions.decide(fold(*history[:5]), 1.0)
+    assert not any(isinstance(c, Ask) and c.node == "a" for c in decisions.decide(fold(*history[:5]), 1.0))
+    _, (launched,), orders = decide(fold(*history[:6]), 2.0)
+    assert list(launched.placement) == ["b", "a"], "ranks follow the order of the hosts"
+    assert orders == [OpenStore(node="b", attempt=1)]
+    assert decide(fold(*history[:8]))[2] == [Launch(node="b", attempt=1), Launch(node="a", attempt=1)]
+    assert fold(*history[:9]).status is Status.LAUNCHING
+    assert fold(*history[:10]).status is Status.INITIALISING
+
+
+def test_a_lost_node_ends_the_attempt_everywhere_and_is_not_waited_for():
+    state = fold(*on_two_nodes(), ev.NodeLost(t=50.0, node="a", why="no word", silent_s=30.0))
+    state, (failure,), orders = decide(state, 50.0)
+    assert (failure.t, failure.detected_t, failure.lost, failure.node) == (20.0, 50.0, "node", "a")
+    assert orders == [Stop(node="b", attempt=1, grace=False)]
+    state = run.apply(state, ev.AttemptEnded(t=51.0, attempt=1, node="b"))
+    state, (interrupted,), _ = decide(state, 51.0)
+    assert (interrupted.cause, interrupted.severity, interrupted.node) == ("node_lost", "node", "a")
+    state = run.apply(state, ev.HealthReported(t=51.0, node="b"))
+    state = run.apply(state, ev.InventoryReported(t=51.0, node="b"))
+    state, (launched,), orders = decide(state, 51.0)
+    assert launched.placement == {"b": [0, 1]}
+    assert orders == [Launch(node="b", attempt=2)], "alone it needs no store to be opened first"
+
+    # It comes back with what it carried: that ends before anything else, and until then it counts for nothing.
+    state = run.apply(state, dataclasses.replace(connected("a"), t=60.0, running=1))
+    assert state.placeable() == ["b"]
+    assert Stop(node="a", attempt=1, grace=False) in decide(state, 60.0)[2]
+    state = run.apply(state, ev.AttemptEnded(t=61.0, attempt=1, node="a"))
+    assert state.placeable() == ["b", "a"]
+    assert decide(state, 61.0)[2] == [Launch(node="b", attempt=2), Ask(node="a", what="health")]
+    assert state.devices_changed_t == 61.0, "only a later commit is reason to grow"
+
+
+def test_nodes_that_are_all_out_of_reach_may_train_on_until_they_are_known_to_have_ended():
+    state = fold(*on_two_nodes(), *(ev.NodeLost(t=50.0, node=n, why="no word", silent_s=30.0) for n in ("a", "b")))
+    state, _, orders = decide(state, 50.0)
+    assert (state.status, orders) == (Status.STOPPING, [])
+    until = 50.0 + FLEET.orphan_timeout_s + decisions.LONGEST_FAREWELL_S
+    assert decisions.next_deadline(state) == until
+    assert decide(state, until - 1.0)[1] == []
+    assert [e.kind for e in decide(state, until)[1]] == ["interrupted"]
+    # One of them back, and without it the others cannot train.
+    state = run.apply(state, dataclasses.replace(connected("a"), t=60.0, running=1))
+    assert decide(state, 60.0)[2] == [Stop(node="a", attempt=1, grace=False)]
+    state = run.apply(state, ev.AttemptEnded(t=61.0, attempt=1, node="a"))
+    assert [e.kind for e in decide(state, 61.0)[1]] == ["interrupted"]
+
+
+def test_a_lone_attempt_on_a_lost_node_has_been_ended_by_its_agent():
+    history = [ev.DaemonStarted(t=0.0, policy=FLEET.to_dict()), *until_training(FLEET, "a")[1:]]
+    state = fold(*history, ev.NodeLost(t=50.0, node="a", why="no word", silent_s=30.0))
+    assert [e.kind for e in decide(state, 50.0)[1]] == ["failure_detected", "interrupted"]
+
+
+def test_errors_of_connections_are_put_down_to_the_node_that_was_lost():
+    gone = {"rank": 0, "node": "b", "exitcode": 1, "order": 0, "t": 40.0, "step": 9, "error": {
+        "type": "RuntimeError", "mro": ["RuntimeError"], "message": "Connection closed by peer [10.0.0.7]:1234"}}  # fmt: skip
+    state = fold(
+        *on_two_nodes(),
+        ev.FailureDetected(t=40.0, detected_t=40.0, attempt=1, node="b", rank=0, exitcode=1),
+        ev.AttemptEnded(t=41.0, attempt=1, node="b", exits=[gone]),
+    )
+    assert decide(state, 41.0)[1] == [], "the fate of the other node is not known yet"
+    state = run.apply(state, ev.NodeLost(t=70.0, node="a", why="no word", silent_s=30.0))
+    (interrupted,) = decide(state, 70.0)[1]
+    assert (interrupted.cause, interrupted.node, interrupted.t) == ("node_lost", "a", 40.0)
+
+
+def test_of_two_deaths_the_earlier_one_is_the_cause_whatever_was_heard_first():
+    def died(node, rank, t):
+        return ev.FailureDetected(t=t, detected_t=45.0, attempt=1, node=node, rank=rank, exitcode=-9)
+
+    state = fold(*on_two_nodes(), died("b", 0, 44.0), died("a", 2, 43.5))
+    assert (state.failure.rank, state.failure.t) == (2, 43.5)
+    state = fold(*on_two_nodes(), died("a", 2, 43.5), died("b", 0, 44.0))
+    assert (state.failure.rank, state.failure.t) == (2, 43.5)
 
 
 # --- any history ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import uuid
 
 import pytest
 
+from ckptd.node import attempt as attempt_module
 from ckptd.node import processes
 from ckptd.node.attempt import Attempt
 from ckptd_shim.contract import ENV_ATTEMPT, ENV_RUN_ID, Phase, Pulse
@@ -164,3 +165,59 @@ def test_one_that_the_question_for_stacks_ended_was_ended_by_us(stage):
         await stage.attempt._end(grace=0.0)
 
     asyncio.run(scene())
+
+
+def pulse(step, step_s=0.1):
+    return Pulse(pid=1, phase=Phase.STEP, step=step, samples=0, beat=0.0, loss=None, step_s=step_s)
+
+
+def test_who_is_out_of_touch_ends_a_lone_attempt_and_not_one_that_moves_with_other_nodes(tmp_path, monkeypatch):
+    attempt = Stage(tmp_path).attempt
+    found = {0: pulse(1)}
+    monkeypatch.setattr(attempt_module, "read_pulses", lambda *_: dict(found))
+    attempt.look()
+    assert not attempt.fenced(19.9, 20.0)
+    assert attempt.fenced(20.0, 20.0), "another may begin elsewhere"
+    attempt.nodes = 2
+    assert not attempt.fenced(1e6, 20.0), "all nodes would have been stopped first"
+    attempt.moved_at -= 25.0
+    attempt.look()
+    assert attempt.fenced(20.0, 20.0), "it does not move: a node of it has ended"
+    found[0] = pulse(2)
+    attempt.look()
+    assert not attempt.fenced(20.0, 20.0)
+    found[0] = pulse(2, step_s=60.0)
+    attempt.look()
+    attempt.moved_at -= 100.0
+    assert not attempt.fenced(20.0, 20.0), "its steps take a minute each"
+
+
+def test_a_fenced_attempt_says_why_it_ended(tmp_path):
+    async def scene():
+        stage = Stage(tmp_path)
+        stage.started()
+        stage.attempt.fence("node local could not reach the daemon for 20 s")
+        stage.attempt.fence("once more")
+        ended = await stage.ended()
+        failed = dict(stage.told)["failure_detected"]
+        assert (failed["lost"], failed["detail"]) == ("node", "node local could not reach the daemon for 20 s")
+        assert stage.kinds().count("failure_detected") == 1
+        assert [e["killed_by_us"] for e in ended["exits"]] == [True, True]
+
+    asyncio.run(scene())
+
+
+def test_only_the_node_of_rank_zero_tells_what_rank_zero_wrote(tmp_path):
+    (tmp_path / "report.jsonl").write_text('{"kind": "first_step", "mono": 1.0, "step": 1}\n')
+    for ranks, told in (([0, 1], ["first_step"]), ([2, 3], [])):
+        stage = Stage(tmp_path)
+        Attempt(
+            run_id="r",
+            number=1,
+            node="n",
+            directory=str(tmp_path),
+            ranks=ranks,
+            emit=stage._emit,
+            release=stage._release,
+        ).look()
+        assert stage.kinds() == told
