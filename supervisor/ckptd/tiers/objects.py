@@ -84,6 +84,11 @@ class ObjectStore:
     def _at(self, *parts: str) -> str:
         return posixpath.join(self._root, *parts)
 
+    def _make_room(self, name: str) -> None:
+        """Directories, where a store has them. A real one has none, and would make the bucket of a mistyped URL."""
+        if not self._remote:
+            self._fs.makedirs(self._at(name), exist_ok=True)
+
     def names(self) -> list[str]:
         fs = self._fs
         try:
@@ -165,7 +170,7 @@ class ObjectStore:
         if contract.OWNER not in found:
             fs = self._fs
             with self._telling(f"{self.path(name)}/{contract.OWNER}"):
-                fs.makedirs(self._at(name), exist_ok=True)
+                self._make_room(name)
                 fs.pipe_file(self._at(name, contract.OWNER), run_id.encode())
         return found
 
@@ -175,7 +180,7 @@ class ObjectStore:
         path = f"{self.path(name)}/{file}"
         options = {"block_size": PART} if self._remote else {}
         with self._telling(path):
-            fs.makedirs(self._at(name), exist_ok=True)
+            self._make_room(name)
             opened = fs.open(self._at(name, file), "wb", **options)
         try:
             yield _Told(opened, self._telling, path)
