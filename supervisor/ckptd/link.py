@@ -179,6 +179,11 @@ class AgentLink:
         if self._channel is not None:
             self._channel.send({"type": "live", "mono": time.monotonic(), **message})
 
+    def hang_up(self) -> None:
+        """End the connection there is, to dial where the daemon is said to be now."""
+        if self._channel is not None:
+            self._channel.abort()
+
     async def run(self) -> None:
         """Dial for ever. Returns only when cancelled."""
         delay = REDIAL_S

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 FIRST_LIVE_INTERVAL_S = 0.5
 FENCE_LOOK_S = 0.5
+ADDRESS_LOOK_S = 1.0
 WARMTH_INTERVAL_S = 5.0
 REAP_INTERVAL_S = 5.0
 THREADS = 32
@@ -98,6 +99,7 @@ class Agent:
         self._link = AgentLink(
             self._where if socket is None else socket, hello=self._hello, on_order=self._on_order, secret=secret
         )
+        self._dialled: dialling.Dial | None = None
         self._store: tuple[int, Any] | None = None
         """An attempt, and the store that its workers will meet at; it is handed on with the launch."""
         self._opened: dict[str, Any] = {}
@@ -158,6 +160,7 @@ class Agent:
             self._watch_health(),
             self._watch_orphanhood(),
             self._watch_fence(),
+            self._watch_address(),
             self._keep_warm(),
             self._reap_orphans(),
             self._mind_logs(),
@@ -178,9 +181,20 @@ class Agent:
 
     def _where(self) -> tuple[str, int]:
         """The address to dial now: whoever starts agents may have written another one since the last time."""
-        found = dialling.read(self.run_dir, self.node)
+        self._dialled = found = dialling.read(self.run_dir, self.node)
         self._link.epoch = max(self._link.epoch, found.epoch)
         return found.host, found.port
+
+    async def _watch_address(self) -> None:
+        """Leave a daemon from which the run was taken over, though it lives and is connected."""
+        while True:
+            await asyncio.sleep(ADDRESS_LOOK_S)
+            if self._dialled is None or not self._link.connected:
+                continue
+            with contextlib.suppress(OSError):
+                if dialling.read(self.run_dir, self.node) != self._dialled:
+                    log.warning("the daemon is said to be elsewhere now: dialling again")
+                    self._link.hang_up()
 
     def _hello(self) -> Message:
         return {

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 
 import pytest
 
-from ckptd import __version__
+from ckptd import __version__, link
 from ckptd.node import arrival, dialling, processes
 from ckptd.node.arrival import MARK
 from ckptd.node.attempt import node_file
@@ -96,6 +98,47 @@ def test_where_none_comes_to_be_it_says_why(node, changes, why):
     told = node(**changes)
     assert not told["ok"]
     assert why in told["why"]
+
+
+class Head:
+    """A daemon as far as an agent can tell, which keeps who dialled in."""
+
+    def __init__(self, epoch):
+        self.epoch, self.hellos, self.left = epoch, [], 0
+        self.sock = socket.create_server(("127.0.0.1", 0))
+        self.dial = {"host": "127.0.0.1", "port": self.sock.getsockname()[1], "epoch": epoch}
+
+    async def serve(self, channel):
+        self.hellos.append(await channel.receive())
+        settings = {
+            "tiers": [], "health_command": None, "health_interval_s": 30.0, "stop_grace_s": 1.0,
+            "orphan_timeout_s": 60.0, "fence_timeout_s": 20.0, "warm": None,
+        }  # fmt: skip
+        channel.send({"type": "welcome", "settings": settings, "acknowledged": 0, "epoch": self.epoch})
+        while await channel.receive() is not None:
+            pass
+        self.left += 1
+
+
+def test_an_agent_leaves_a_daemon_that_lives_for_the_one_that_took_over_and_does_not_go_back(node):
+    async def until(true):
+        async with asyncio.timeout(60):
+            while not true():
+                await asyncio.sleep(0.02)
+
+    async def scene():
+        old, new = Head(1), Head(2)
+        servers = [await link.listen_tcp(head.sock, bytes.fromhex(SECRET), head.serve) for head in (old, new)]
+        agent = await asyncio.to_thread(node, dial=old.dial)
+        await until(lambda: old.hellos)
+        assert (await asyncio.to_thread(node, dial=new.dial))["before"] == "alive"
+        await until(lambda: new.hellos and old.left)
+        assert [hello["pid"] for hello in old.hellos + new.hellos] == [agent["pid"]] * 2
+        for server in servers:
+            server.close()
+        assert not (await asyncio.to_thread(node, dial=old.dial))["ok"]
+
+    asyncio.run(scene())
 
 
 def test_names_of_files_stay_inside():
