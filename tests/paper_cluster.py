@@ -490,6 +490,8 @@ class World:
     def _fence(self, m: Machine) -> None:
         """What an agent does that has not reached the daemon for a while."""
         m.opening = m.ordered = None
+        if m.carried is None and m.processes is not None and m.agent:
+            self._gone(m, m.processes, [])  # orphans of the agent before
         if m.carried is None or m.cut_t is None:
             return
         lone = len(m.span) < 2

@@ -26,7 +26,7 @@ from ckptd.auth import parse_secret
 from ckptd.errors import CkptdError
 from ckptd.link import AgentLink, Message
 from ckptd.node import dialling, health, logs, processes, tiers, warm
-from ckptd.node.attempt import Attempt, node_file, rank_of, recorded_workers
+from ckptd.node.attempt import Attempt, newest_attempt, node_file, rank_of, recorded_workers
 from ckptd.node.evidence import KernelLog, OomCounter
 from ckptd.node.keeper import Keeper
 from ckptd.node.retire import Holdings
@@ -520,10 +520,16 @@ class Agent:
         while True:
             await asyncio.sleep(FENCE_LOOK_S)
             fence_s = self.settings.fence_timeout_s if self.settings is not None else None
-            attempt = self.attempt
-            if fence_s is None or attempt is None:
+            if fence_s is None:
                 continue
+            attempt = self.attempt
             alone_s = time.monotonic() - self._link.heard_at
+            if attempt is None:
+                # What an agent before this one launched is watched by nobody: the order to end it may not have come.
+                number = newest_attempt(self.run_dir)
+                if alone_s >= fence_s and number is not None and number not in self._ended:
+                    await self._sweep_orphans(number)
+                continue
             if attempt.fenced(alone_s, fence_s):
                 attempt.fence(f"node {self.node} could not reach the daemon for {alone_s:.0f} s and ended its workers")
 

@@ -430,6 +430,15 @@ def node_file(what: str, node: str, suffix: str) -> str:
     return f"{what}-{re.sub(r'[^A-Za-z0-9._-]', '_', node)}.{suffix}"
 
 
+def newest_attempt(run_dir: str) -> int | None:
+    """Number of the newest attempt that this node had a part in; None: it had none."""
+    try:
+        names = os.listdir(os.path.join(run_dir, "attempts"))
+    except OSError:
+        return None
+    return max((int(name) for name in names if name.isascii() and name.isdecimal()), default=None)
+
+
 def recorded_workers(attempt_dir: str, node: str) -> dict[int, Process]:
     """The workers that an earlier agent of this node launched for an attempt, by rank, as it wrote them down."""
     try:

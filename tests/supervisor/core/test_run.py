@@ -492,6 +492,15 @@ def test_a_run_that_ended_can_be_run_again(world, seed):
     settle(world)
 
 
+def test_a_node_that_is_cut_off_ends_what_an_agent_before_its_own_had_launched():
+    """Found by chance: nobody had the workers end, and the run was called over beside them."""
+    policy = dataclasses.replace(POLICY, max_without_progress=1, wait_for_devices_s=600.0, orphan_timeout_s=300.0)
+    world, rng = World(policy, {"a": 2}, remote=True), random.Random(881170)
+    play(world, rng, 80)
+    settle(world)
+    assert world.ended
+
+
 def test_without_faults_the_first_attempt_finishes():
     world = World(POLICY, {"a": 2, "b": 2})
     settle(world)
