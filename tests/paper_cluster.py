@@ -396,7 +396,9 @@ class World:
 
     def obey_stop(self, m: Machine) -> None:
         attempt, m.stop = m.stop, None
-        m.opening = None
+        assert attempt is not None
+        if m.opening is not None and m.opening <= attempt:  # one that is newer was asked for since
+            m.opening = None
         if attempt in m.over:
             return  # the order and the news that it is over have crossed
         assert m.processes in (None, attempt), f"told to stop {attempt}, here is {m.processes}"

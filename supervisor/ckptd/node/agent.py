@@ -417,7 +417,8 @@ class Agent:
 
     async def _sweep_orphans(self, number: int) -> None:
         """End the workers of an attempt that an earlier agent of this node launched."""
-        self._store = None
+        if self._store is not None and self._store[0] <= number:  # a newer one's has been asked for since
+            self._store = None
         directory = os.path.join(self.run_dir, "attempts", contract.attempt_dirname(number))
         workers = recorded_workers(directory, self.node)
         swept = await asyncio.to_thread(
