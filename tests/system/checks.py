@@ -14,14 +14,18 @@ from system.harness import Job
 def assert_told_once(job: Job) -> None:
     """No event of an attempt is in the ledger twice, none that must be there is missing, and none is out of order."""
     events = job.events()
-    launched = [e.attempt for e in events if isinstance(e, ev.AttemptLaunched)]
-    assert launched == list(range(1, len(launched) + 1)), job.story()
-    once = (ev.WorkersStarted, ev.WorkersInitialised, ev.StateRestored, ev.FirstStep, ev.FailureDetected,
-            ev.WorkersFinished, ev.AttemptEnded, ev.Interrupted)  # fmt: skip
+    launched = {e.attempt: list(e.placement) for e in events if isinstance(e, ev.AttemptLaunched)}
+    assert list(launched) == list(range(1, len(launched) + 1)), job.story()
+    once = (ev.WorkersInitialised, ev.StateRestored, ev.FirstStep, ev.FailureDetected, ev.Interrupted)
     counts = Counter((type(e).__name__, e.attempt) for e in events if isinstance(e, once))
+    once_a_node = (ev.WorkersStarted, ev.WorkersFinished, ev.AttemptEnded)
+    counts += Counter((type(e).__name__, e.attempt, e.node) for e in events if isinstance(e, once_a_node))
     assert not {key: n for key, n in counts.items() if n > 1}, job.story()
-    for attempt in launched:
-        assert counts["AttemptEnded", attempt] == 1, f"attempt {attempt}\n{job.story()}"
+    lost = {e.node for e in events if isinstance(e, ev.NodeLost)}
+    for attempt, nodes in launched.items():
+        for node in nodes:  # one that was lost may never have come back to tell
+            ended = counts["AttemptEnded", attempt, node]
+            assert ended == 1 or node in lost, f"attempt {attempt} on {node}\n{job.story()}"
     assert len([e for e in events if isinstance(e, ev.RunEnded)]) == 1, job.story()
     for kind in (ev.SaveStaged, ev.SaveCommitted):
         saves = [(e.attempt, e.step) for e in events if isinstance(e, kind)]

@@ -492,6 +492,12 @@ def _interruption(state: RunState, t: float) -> events.Interrupted:
             step=state.step, detail=failure.detail, message=diagnosis.stacks_of(state.exits, rank),
         )  # fmt: skip
     if failure.lost:
+        others = [loss for loss in state.losses if loss.node != failure.node]
+        if failure.lost == "node" and len(others) == len(state.losses) > 0:
+            # A node that fenced itself lives, and has told so. Another one that is gone is why it stood still.
+            return _loss(
+                state, others[0].node, others[0].kind, dataclasses.replace(failure, detail=others[0].detail), lost_steps
+            )
         return _loss(state, failure.node, failure.lost, failure, lost_steps)
     found = diagnosis.diagnose(
         [diagnosis.Exit.from_json(e) for e in state.exits],

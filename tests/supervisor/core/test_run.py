@@ -570,3 +570,26 @@ def test_an_error_of_a_gpu_is_put_down_to_the_rank_that_has_it():
     ]  # fmt: skip
     _, (interrupted,), _ = decide(fold(*history))
     assert (interrupted.rank, interrupted.cause, interrupted.severity) == (1, "device_error", "device")
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_node_that_fenced_itself_is_not_to_blame_for_another_one_that_is_gone(back):
+    """The daemon was dead when the power of b failed: a, which could do nothing alone, ended its worker, and tells so."""
+    policy = dataclasses.replace(POLICY, nodes=("a", "b"))
+    fenced = "node a could not reach the daemon for 4 s and ended its workers"
+    history = [
+        ev.DaemonStarted(t=0.0, policy=policy.to_dict()),
+        connected("a", 1), connected("b", 1),
+        ev.AttemptLaunched(t=2.0, attempt=1, world_size=2, placement={"a": [0], "b": [0]}),
+        *(ev.WorkersStarted(t=3.0, attempt=1, node=node) for node in "ab"),
+        ev.DaemonStarted(t=20.0, policy=policy.to_dict()),
+        connected("a", 1),
+        ev.FailureDetected(t=19.0, detected_t=19.0, attempt=1, node="a", lost="node", detail=fenced),
+        ev.AttemptEnded(t=19.5, attempt=1, node="a"),
+        connected("b", 1) if back else ev.NodeLost(t=28.0, node="b", why="no word", silent_s=8.0),
+        *([ev.AttemptEnded(t=28.0, attempt=1, node="b")] if back else []),
+    ]  # fmt: skip
+    _, recorded, _ = decide(fold(*history))
+    (told,) = [e for e in recorded if isinstance(e, ev.Interrupted)]
+    assert (told.cause, told.node) == ("node_lost", "a" if back else "b")
+    assert told.detail == (fenced if back else "node b is lost: no word")

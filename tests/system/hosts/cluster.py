@@ -19,7 +19,6 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ckptd.node import processes
 from ckptd.node.processes import Process
@@ -87,7 +86,8 @@ class Namespaced:
 
     def await_ready(self) -> None:
         assert self.outer.stdout is not None
-        if not select.select([self.outer.stdout], [], [], UP_PATIENCE_S)[0] or self.outer.stdout.readline() != b"ready\n":
+        said = select.select([self.outer.stdout], [], [], UP_PATIENCE_S)[0]
+        if not said or self.outer.stdout.readline() != b"ready\n":
             raise AssertionError(f"a host did not come up: {self.log.read_text()}")
 
     def end(self) -> None:
@@ -187,9 +187,9 @@ class Host:
     def slow_down(self, rate: str | None) -> None:
         """What it sends passes at `rate` (such as 512kbit), or as it comes."""
         if rate is None:
-            self.run("tc", "qdisc", "del", "dev", "eth0", "root")
+            self.run(*["tc", "qdisc", "del", "dev", "eth0", "root"])
         else:
-            self.run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "16kb", "latency", "400ms")
+            self.run(*f"tc qdisc replace dev eth0 root tbf rate {rate} burst 16kb latency 400ms".split())
 
     # --- what runs there ---
 
@@ -199,30 +199,32 @@ class Host:
         environment = {"PYTHONPATH": os.pathsep.join(_import_paths())}
         if offset_s:
             clock = str(Path(__file__).with_name("wrong_clock"))
-            environment = {"PYTHONPATH": clock + os.pathsep + environment["PYTHONPATH"], "CLOCK_OFFSET_S": str(offset_s)}
-        text = SSHD.format(
-            address=self.address, home=_home(), environment=" ".join(f"{k}={v}" for k, v in environment.items())
-        )
+            environment["PYTHONPATH"] = clock + os.pathsep + environment["PYTHONPATH"]
+            environment["CLOCK_OFFSET_S"] = str(offset_s)
+        told = " ".join(f"{name}={value}" for name, value in environment.items())
+        text = SSHD.format(address=self.address, home=_home(), environment=told)
         (self.home / "sshd_config").write_text(text)
 
     def inside(self, *command: str) -> list[str]:
         """The command line that runs a command there."""
         return ["nsenter", "-t", str(self.pid), "-m", "-u", "-i", "-n", "-p", "--wd=/tmp", "--", *command]
 
-    def run(self, *command: str, check: bool = True, timeout: float = 60.0, **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, check: bool = True, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            self.inside(*command), capture_output=True, text=True, timeout=timeout, check=False, env=environment(), **options
+            self.inside(*command), capture_output=True, text=True, timeout=timeout, check=False, env=environment()
         )
         assert done.returncode == 0 or not check, f"{self.name}: {command}: {done.stdout}{done.stderr}"
         return done
 
     def processes(self) -> Iterator[tuple[Process, str]]:
         """What lives there besides process 1 and sshd: as seen from outside, with the command line."""
-        if not self.on:
-            return
-        namespace = os.stat(f"/proc/{self.pid}/ns/pid").st_ino
+        one, namespace = self._one, None
+        with contextlib.suppress(OSError):
+            namespace = None if one is None else os.stat(f"/proc/{one.pid}/ns/pid").st_ino
+        if one is None or namespace is None:
+            return  # its power was turned off a moment ago
         for entry in os.listdir("/proc"):
-            if not entry.isdecimal() or int(entry) == self.pid:
+            if not entry.isdecimal() or int(entry) == one.pid:
                 continue
             with contextlib.suppress(OSError):
                 if os.stat(f"/proc/{entry}/ns/pid").st_ino != namespace:

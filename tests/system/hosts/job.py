@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,16 +24,16 @@ class HostsJob(Job):
     """`ckptd run` on the host `head`. Run directory: on each host's own disk. Tier: on the directory that all share."""
 
     def __init__(
-        self, cluster: Cluster, name: str, *args: str, hosts: tuple[Any, ...], head: str = "h1", **sections: Any
+        self, machines: Cluster, name: str, *args: str, hosts: tuple[Any, ...], head: str = "h1", **sections: Any
     ) -> None:
-        self.cluster = cluster
-        self.head = cluster[head]
+        self.cluster = machines
+        self.head = machines[head]
         settings = {
             "launcher": "ssh", "hosts": list(hosts), "devices_per_node": 1, "heartbeat_timeout": "8s",
             "fence_timeout": "3s", **sections.pop("cluster", {}),
         }  # fmt: skip
         self.inside = f"/tmp/shared/{name}"
-        super().__init__(cluster.shared / name, *args, cluster=settings, **sections)
+        super().__init__(machines.shared / name, *args, cluster=settings, **sections)
         self.run_dir_inside = f"/tmp/runs/{name}"
         self.run_dir = self.on_disk(self.head)
         self.spec["checkpoint"]["tiers"][0]["shared"] = True
@@ -40,7 +41,7 @@ class HostsJob(Job):
         self.spec = json.loads(json.dumps(self.spec).replace(str(self.directory), self.inside))
         self.spec["run_dir"] = self.run_dir_inside
         self.path.write_text(yaml.safe_dump(self.spec))
-        self.watcher = Watcher(lambda: [(host.name, p) for host in cluster.hosts for p, _ in host.processes()])
+        self.watcher = Watcher(lambda: [(host.name, p) for host in machines.hosts for p, _ in host.processes()])
 
     def on_disk(self, host: Host) -> Path:
         """The run directory on a host."""
@@ -48,7 +49,7 @@ class HostsJob(Job):
 
     # --- the command line, on the head node ---
 
-    def start(self, *, env: dict[str, str] | None = None, options: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    def start(self, *options: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         command = self.head.inside(sys.executable, "-m", "ckptd", "run", *options, f"{self.inside}/job.yaml")
         with open(self.output_path, "ab") as output:
             self.process = subprocess.Popen(
@@ -90,6 +91,11 @@ class HostsJob(Job):
     def launched(self, attempt: int) -> ev.AttemptLaunched:
         found: ev.AttemptLaunched = self.wait_for(ev.AttemptLaunched, lambda e: e.attempt == attempt)
         return found
+
+    def story(self) -> str:
+        """What happened between hosts: without the saves, of which there are many."""
+        lines = super().story().splitlines()
+        return "\n".join(line for line in lines if not re.search(r" (save_staged|checkpoint_deleted|progress) ", line))
 
     def left_on(self, host: Host) -> list[str]:
         """What lives on a host although the run is over."""

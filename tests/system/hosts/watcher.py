@@ -43,6 +43,13 @@ class Watcher:
         return found
 
     def _watch(self) -> None:
+        try:
+            self._watch_on()
+        except Exception as error:
+            self.overlaps.append(f"nobody watches any more: {error!r}")
+            raise
+
+    def _watch_on(self) -> None:
         while not self._over.wait(LOOK_S):
             found = self.workers()
             self.looks += 1
