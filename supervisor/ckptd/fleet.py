@@ -27,8 +27,10 @@ ADOPTION_GRACE_S = 7.0
 """Agents that live dial a new daemon within this: until then nobody reaches for their nodes."""
 REDIAL_GRACE_S = 2.0
 """The same after a connection that broke: an agent tries again at once."""
-HUNG_STARTS = 2
-"""An agent that lives, was told where to dial so often, and does not dial, hangs."""
+DIAL_PATIENCE_S = 16.0
+"""An agent that lives and was told where to dial does so within this (see `link`: a try that hangs, and the pause after it).
+
+One that does not hangs. That its node was out of reach says nothing against it."""
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
 """Between two tries to reach a node."""
@@ -45,11 +47,12 @@ class _Watch:
     lost: bool = False
     next_start: float = 0.0
     pause_s: float = FIRST_PAUSE_S
-    starts: int = 0
     vain: int = 0
     why: str = ""
     met: bool = False
     """Its agent has dialled in to this daemon."""
+    told_at: float | None = None
+    """When an agent was first found alive there since it last dialled in, and told where to dial."""
 
 
 class Fleet(Sessions):
@@ -110,10 +113,11 @@ class Fleet(Sessions):
             if session is not None and self._stopping_s > self.stop_patience_s and node in state.placement:
                 self._end_at_last(node, state)
             if (session is None or watch.lost) and now >= watch.next_start and not self._remote.busy(node):
-                # One that lives there and does not speak for so long hangs: another one takes its place.
-                self._remote.start(node, replace=watch.lost and (watch.met or watch.starts >= HUNG_STARTS))
-                watch.starts += 1
+                hangs = watch.told_at is not None and now - watch.told_at >= DIAL_PATIENCE_S
+                self._remote.start(node, replace=watch.lost and hangs)
                 watch.next_start = now + watch.pause_s
+                if watch.told_at is not None and not hangs:
+                    watch.next_start = min(watch.next_start, watch.told_at + DIAL_PATIENCE_S)
                 watch.pause_s = min(LONGEST_PAUSE_S, 2 * watch.pause_s)
         self._give_up(state)
 
@@ -145,6 +149,9 @@ class Fleet(Sessions):
         else:
             watch.vain, watch.why = 0, ""
             known = state.nodes.get(node)
+            if arrival.before == "alive" and watch.told_at is None:
+                watch.told_at = time.monotonic()
+                watch.next_start = min(watch.next_start, watch.told_at + DIAL_PATIENCE_S)
             replaced = arrival.before in ("dead", "killed") and known is not None and known.agent and not known.lost
             if replaced and self.session(node) is None:
                 self._happened(events.AgentLost(t=self._now(), node=node, why=f"it was found {arrival.before}"))

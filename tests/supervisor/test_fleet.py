@@ -131,11 +131,32 @@ def test_a_daemon_that_stood_still_itself_has_lost_nobody(office):
     assert office.happened == []
 
 
-def test_one_that_lives_and_hangs_is_replaced_once_its_node_is_lost(office):
+def test_one_that_lives_and_does_not_dial_when_told_to_is_replaced_once_its_node_is_lost(office):
     office.dial("n2")
     office.dial("n1")
     office.turn(HEARTBEAT_S + 1)
-    assert sorted(office.launcher.started) == [("n1", True), ("n2", True)]
+    assert sorted(office.launcher.started) == [("n1", False), ("n2", False)], "they may have been out of reach"
+    office.launcher.arrivals["n1"] = Arrival(ok=True, before="alive")
+    office.launcher.arrivals["n2"] = Arrival(ok=False, why="host n2 cannot be reached: no route")
+    office.turn(fleet_module.DIAL_PATIENCE_S - 1)
+    assert ("n1", True) not in office.launcher.started
+    office.turn(3)
+    assert ("n1", True) in office.launcher.started, "not a minute later, though it was reached for before"
+    office.turn(100)
+    assert ("n2", True) not in office.launcher.started
+
+
+def test_one_that_was_out_of_reach_dials_again_and_is_left_alone(office):
+    office.dial("n2")
+    office.dial("n1")
+    office.turn(HEARTBEAT_S + 1)
+    office.launcher.arrivals["n1"] = Arrival(ok=True, before="alive")
+    office.turn(5)
+    session = office.dial("n1")
+    for _ in range(4):
+        session.silent_s = 0.0
+        office.turn(HEARTBEAT_S - 5)
+    assert ("n1", True) not in office.launcher.started
 
 
 def test_an_agent_that_is_found_dead_is_told_and_nothing_else_is(office):

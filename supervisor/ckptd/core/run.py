@@ -246,7 +246,7 @@ def _daemon_started(state: RunState, event: events.DaemonStarted) -> RunState:
         left = any(not nodes[name].ended for name in state.placement)
         kept = {n: node for n, node in nodes.items() if node.unclean is not None or (left and n in state.placement)}
         return dataclasses.replace(
-            state, nodes=kept,
+            state, nodes=kept, placement=state.placement if left else {},
             status=Status.STOPPING if left else Status.STARTING, outcome=None, request=None, losses=(),
             interrupted=None, attempts_without_progress=0, launch_failures=0, signatures=(), suspects=(),
             not_before=0.0, waiting_since=event.t, grounds="resume",

@@ -593,3 +593,23 @@ def test_a_node_that_fenced_itself_is_not_to_blame_for_another_one_that_is_gone(
     (told,) = [e for e in recorded if isinstance(e, ev.Interrupted)]
     assert (told.cause, told.node) == ("node_lost", "a" if back else "b")
     assert told.detail == (fenced if back else "node b is lost: no word")
+
+
+def test_a_node_of_an_earlier_run_that_cannot_be_reached_when_it_is_started_again():
+    """It ended with the run, and was forgotten: that it is away now says nothing of the attempt that it carried then."""
+    policy = dataclasses.replace(POLICY, nodes=("a", "b"))
+    state = fold(
+        ev.DaemonStarted(t=0.0, policy=policy.to_dict()),
+        connected("a", 1), connected("b", 1),
+        ev.AttemptLaunched(t=2.0, attempt=1, world_size=2, placement={"a": [0], "b": [0]}),
+        *(ev.WorkersStarted(t=3.0, attempt=1, node=node) for node in "ab"),
+        *(ev.AttemptEnded(t=9.0, attempt=1, node=node) for node in "ab"),
+        ev.RunEnded(t=9.0, outcome="stopped", exit_status=75),
+        ev.DaemonStarted(t=20.0, policy=policy.to_dict()),
+        ev.NodeLost(t=22.0, node="b", why="no route", silent_s=2.0),
+        ev.RunEnded(t=23.0, outcome="unavailable", exit_status=69),
+        ev.DaemonStarted(t=30.0, policy=policy.to_dict()),
+        connected("b", 1),
+    )  # fmt: skip
+    assert state.placeable() == ["b"], "nothing of it is left there to be ended"
+    assert not state.losses

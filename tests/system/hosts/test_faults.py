@@ -11,41 +11,24 @@ import pytest
 
 from ckptd.core import events as ev
 from system.checks import assert_same_losses, assert_told_once
-from system.hosts.job import HostsJob
+from system.hosts.checks import (
+    STEPS,
+    TRAINING,
+    assert_losses_so_far,
+    assert_resumed_right,
+    assert_told_truly,
+    steps_pass,
+    stop,
+)
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
-
-
-def assert_resumed_right(job: HostsJob) -> None:
-    """Each attempt began at the newest commit that there was."""
-    for launched in job.of(ev.AttemptLaunched):
-        before = [e for e in job.of(ev.SaveCommitted) if e.attempt < launched.attempt]
-        newest = max((e.sequence for e in before), default=None)
-        assert (launched.resume or {}).get("sequence") == newest, job.story()
-
-
-def assert_told_truly(job: HostsJob, *, attempt: int, world: int, away: set[str] | None = None) -> None:
-    """`ckptd status` says how it is, and every duration in it is one of this run's own."""
-    status = job.status()
-    assert (status["state"], status["attempt"], status["world_size"]) == ("training", attempt, world)
-    assert {name for name, node in status["nodes"].items() if not node["connected"]} == (away or set())
-    assert set(status["ranks"]) == {str(rank) for rank in range(world)}
-    assert 0 < status["goodput"]["wall_s"] < 400
-    assert abs(time.time() - status["heartbeat_at"]) < 60
-    assert abs(time.time() - status["last_committed"]["at"]) < 60
-
-
-def steps_pass(job: HostsJob, count: int) -> None:
-    """Wait until so many more are trained."""
-    there = max(job.losses())
-    job.wait_until(lambda: max(job.losses()) >= there + count, f"{count} steps after step {there}")
 
 
 def test_a_worker_an_agent_and_a_link(make_run, cluster, reference):
     """A dead worker or agent costs one restart of all; a link that is cut for a while, lossy or slow, costs none."""
     both = {"h1", "h2"}
     job = make_run(
-        "--steps", "300", "--pause", "0.05", hosts=("h1", "h2"),
+        *TRAINING, hosts=("h1", "h2"),
         cluster={"heartbeat_timeout": "40s", "fence_timeout": "30s"},
     )  # fmt: skip
     job.start()
@@ -76,12 +59,12 @@ def test_a_worker_an_agent_and_a_link(make_run, cluster, reference):
     assert causes == [("signal", "h2"), ("agent_lost", "h2")], job.story()
     assert_resumed_right(job)
     assert_told_once(job)
-    assert_same_losses(job, reference(300))
+    assert_same_losses(job, reference(STEPS))
 
 
 def test_spares_take_over_from_a_host_without_power_and_from_one_whose_processes_die(make_run, cluster, reference):
     """The daemon is killed with the first of them; the host that comes back is the spare of the second."""
-    job = make_run("--steps", "300", "--pause", "0.05", hosts=("h1", "h2", "h3"), cluster={"spares": 1})
+    job = make_run(*TRAINING, hosts=("h1", "h2", "h3"), cluster={"spares": 1})
     job.start()
     job.training(1, on={"h1", "h2"})
     cluster["h2"].power_off()
@@ -97,14 +80,14 @@ def test_spares_take_over_from_a_host_without_power_and_from_one_whose_processes
     cluster["h3"].processes_die()
     job.training(3, on={"h1", "h2"})
     assert_told_truly(job, attempt=3, world=2, away={"h3"})
-    assert job.wait() == 0, job.output() + job.story()
+    stop(job)
 
     assert [(e.cause, e.node) for e in job.of(ev.Interrupted)] == [("node_lost", "h2"), ("node_lost", "h3")], (
         job.story()
     )
     assert_resumed_right(job)
     assert_told_once(job)
-    assert_same_losses(job, reference(300))
+    assert_losses_so_far(job, reference(STEPS))
 
 
 def test_a_host_that_is_cut_off_and_comes_back_with_a_clock_that_is_an_hour_ahead(make_run, cluster, reference):
@@ -112,7 +95,7 @@ def test_a_host_that_is_cut_off_and_comes_back_with_a_clock_that_is_an_hour_ahea
     cluster["h2"].processes_die()
     cluster["h2"].set_clock(3600.0)
     cluster["h2"].power_on()
-    job = make_run("--steps", "300", "--pause", "0.05", hosts=("h1", "h2"))
+    job = make_run(*TRAINING, hosts=("h1", "h2"))
     job.start()
     job.training(1, on={"h1", "h2"})
     cluster["h2"].cut()
@@ -127,14 +110,14 @@ def test_a_host_that_is_cut_off_and_comes_back_with_a_clock_that_is_an_hour_ahea
     assert_told_truly(job, attempt=3, world=2)
     job.kill_worker(cluster["h2"])
     job.training(4, on={"h1", "h2"})
-    assert job.wait() == 0, job.output() + job.story()
+    stop(job)
 
     interrupted = job.of(ev.Interrupted)
     assert [(e.cause, e.node) for e in interrupted if not e.planned] == [("node_lost", "h2"), ("signal", "h2")]
     assert all(0 <= e.lost_seconds < 60 for e in interrupted), job.story()
     assert_resumed_right(job)
     assert_told_once(job)
-    expected = reference(300)
+    expected = reference(STEPS)
     until = job.launched(2).resume["step"]  # from there on another world trained
     assert {s: loss for s, loss in job.losses().items() if s <= until} == {s: expected[s] for s in range(1, until + 1)}
 
@@ -143,9 +126,7 @@ def test_an_attempt_on_a_single_host_that_cannot_be_reached_ends_itself_before_a
     make_run, cluster, reference
 ):
     """The host of all ranks is cut off, and another takes over; then the head node is cut off from all of them."""
-    job = make_run(
-        "--steps", "300", "--pause", "0.05", hosts=("h2", "h3"), cluster={"spares": 1, "devices_per_node": 2}
-    )
+    job = make_run(*TRAINING, hosts=("h2", "h3"), cluster={"spares": 1, "devices_per_node": 2})
     job.start()
     job.training(1, on={"h2"})
     cluster["h2"].cut()
@@ -161,9 +142,9 @@ def test_an_attempt_on_a_single_host_that_cannot_be_reached_ends_itself_before_a
     job.wait_until(lambda: len(job.of(ev.NodeLost)) == 3, "both hosts are lost")
     cluster["h1"].heal()
     job.training(3, on={"h2"})
-    assert job.wait() == 0, job.output() + job.story()
+    stop(job)
 
     assert [e.cause for e in job.of(ev.Interrupted)] == ["node_lost", "node_lost"], job.story()
     assert_resumed_right(job)
     assert_told_once(job)
-    assert_same_losses(job, reference(300))
+    assert_losses_so_far(job, reference(STEPS))

@@ -10,8 +10,16 @@ import pytest
 
 from ckptd.core import events as ev
 from ckptd.errors import ExitStatus
-from system.checks import assert_same_losses, assert_told_once
-from system.hosts.test_faults import assert_resumed_right, assert_told_truly, steps_pass
+from system.checks import assert_told_once
+from system.hosts.checks import (
+    STEPS,
+    TRAINING,
+    assert_losses_so_far,
+    assert_resumed_right,
+    assert_told_truly,
+    steps_pass,
+    stop,
+)  # fmt: skip
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -51,7 +59,7 @@ print("nothing")
 
 def test_strangers_on_the_network(make_run, cluster, reference):
     """Noise, a line of 80 MB, two hundred idle connections, an agent with another secret: training takes no notice."""
-    job = make_run("--steps", "200", "--pause", "0.05", hosts=("h1", "h2"))
+    job = make_run(*TRAINING, hosts=("h1", "h2"))
     job.start()
     job.training(1, on={"h1", "h2"})
     address = json.loads((job.run_dir / "listen.json").read_text())
@@ -60,16 +68,16 @@ def test_strangers_on_the_network(make_run, cluster, reference):
     )
     assert stranger.stdout == "nothing\n"
     assert_told_truly(job, attempt=1, world=2)
-    assert job.wait() == 0, job.output() + job.story()
+    stop(job)
     assert len(job.of(ev.AgentConnected)) == 2, job.story()
     assert_told_once(job)
-    assert_same_losses(job, reference(200))
+    assert_losses_so_far(job, reference(STEPS))
     assert "Traceback" not in job.output()
 
 
 def test_the_head_node_is_cut_off_and_another_takes_over(make_run, cluster, reference):
     """Two hosts train on without it and lose not a step; when it is back, its daemon is turned away."""
-    job = make_run("--steps", "300", "--pause", "0.1", hosts=("h2", "h3"))
+    job = make_run(*TRAINING, hosts=("h2", "h3"))
     job.start()
     job.training(1, on={"h2", "h3"})
     old = job.process
@@ -88,9 +96,9 @@ def test_the_head_node_is_cut_off_and_another_takes_over(make_run, cluster, refe
 
     cluster["h1"].heal()
     assert old.wait(90) == ExitStatus.USAGE
-    assert job.wait() == 0, job.output() + job.story()
+    stop(job)
     assert len(job.of(ev.AttemptLaunched)) == 1
     assert not job.of(ev.Interrupted)
     assert_resumed_right(job)
     assert_told_once(job)
-    assert_same_losses(job, reference(300))
+    assert_losses_so_far(job, reference(STEPS))
