@@ -23,10 +23,11 @@ def assert_resumed_right(job: HostsJob) -> None:
 
 def assert_told_truly(job: HostsJob, *, attempt: int, world: int, away: set[str] | None = None) -> None:
     """`ckptd status` says how it is, and every duration in it is one of this run's own."""
+    ranks = {str(rank) for rank in range(world)}
+    job.wait_until(lambda: set(job.status()["ranks"]) == ranks, f"the ranks {ranks} are heard")
     status = job.status()
     assert (status["state"], status["attempt"], status["world_size"]) == ("training", attempt, world)
     assert {name for name, node in status["nodes"].items() if not node["connected"]} == (away or set())
-    assert set(status["ranks"]) == {str(rank) for rank in range(world)}
     assert 0 < status["goodput"]["wall_s"] < 400
     assert abs(time.time() - status["heartbeat_at"]) < 60
     assert abs(time.time() - status["last_committed"]["at"]) < 60
