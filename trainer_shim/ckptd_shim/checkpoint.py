@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import queue
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from ckptd_shim.writing import (
     TensorWriter,
     check_plan,
     first_problem,
+    needed_files,
     problem_of,
     remove_partial,
     signature_of,
@@ -62,6 +64,10 @@ class Target:
     attempt: int
     tier: str
     durable: bool = True
+    node: str | None = None
+    """Each node has its own `save_dir`, and this is the name of this one; None: all see the same files."""
+    leads: bool = False
+    """This rank makes directories and writes markers on its node, as rank 0 does on its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +136,7 @@ class Saver:
         self.target = target
         self.sequence = sequence
         self._ranks = ranks
+        self._leads = ranks.rank == 0 or target.leads
         self._report = report
         self._guard = guard or Guard()
         self._norms = NormWatch(self._guard, norms)
@@ -174,9 +181,15 @@ class Saver:
 
     def _measure(self, size: int) -> None:
         """Before the first save, in the saver's thread: how large it will be on all ranks together."""
-        total = sum(each["size"] for each in self._ranks.exchange({"size": size}))
+        told = self._ranks.exchange({"size": size, "node": self.target.node})
+        here = [each for each in told if each["node"] == self.target.node]
+        copies = self._copies(told)
         if self._footprint is None:
-            self._footprint = total, 2 * self._ranks.size + 3
+            self._footprint = copies * sum(each["size"] for each in here), copies * (2 * len(here) + 3)
+
+    def _copies(self, told: list[dict[str, Any]]) -> int:
+        """How often as much as this node's ranks write comes to lie here: another node's part is mirrored to it."""
+        return 2 if len({each["node"] for each in told}) > 1 else 1
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Allocate the buffers that `snapshot` needs, in the background, so that the first save does not have to."""
@@ -361,7 +374,7 @@ class Saver:
             mine["shared"] = self._gently(job.packed.shared_crc32c)
         except Exception as error:
             problem = problem_of(error)
-        if self._ranks.rank == 0:
+        if self._leads:
             try:
                 self._make_directory(job)
             except OSError as error:
@@ -378,24 +391,47 @@ class Saver:
             return [{**price, "files": []} for price in prices], None, unfit
         files: list[FileDigest] = []
         metadata = None
+        needs: list[str] = []
+        again = all(each["known"] for each in told)
         try:
             files, metadata = self._writer.write(
                 job.path,
                 {key: t if isinstance(t := job.live[key], DTensor) else staged for key, staged in job.staged.items()},
                 job.staged,
                 signature=signature,
-                again=all(each["known"] for each in told),
+                again=again,
             )
             files.append(self._write_extras(job, alike=len({each["shared"] for each in told}) == 1))
+            if self.target.node is not None:
+                needs = needed_files(job.live, metadata)
         except BaseException as error:  # CheckpointException is no Exception
             problem = problem_of(error)
-        told = self._ranks.exchange({"problem": problem, "files": [dataclasses.asdict(each) for each in files]})
-        return [each | price for each, price in zip(told, prices, strict=True)], metadata, first_problem(told)
+        told = self._tell_files(problem, files, needs)
+        problem = first_problem(told)
+        if problem is None and self.target.node is not None:
+            problem = self._spread(job.path, again=again)
+        return [each | price for each, price in zip(told, prices, strict=True)], metadata, problem
+
+    def _tell_files(self, problem: Problem | None, files: list[FileDigest], needs: list[str]) -> list[dict[str, Any]]:
+        """What every rank wrote on which node, and from which files it would read its tensors."""
+        mine = {"problem": problem, "files": [dataclasses.asdict(each) for each in files]}
+        return self._ranks.exchange({**mine, "node": self.target.node, "needs": needs})
+
+    def _spread(self, path: str, *, again: bool) -> Problem | None:
+        """Have the description of all tensors on every node; the first problem of any rank."""
+        problem: Problem | None = None
+        try:
+            self._writer.spread(path, self._ranks.broadcast, again=again, leads=self._leads)
+            if self.target.durable:
+                contract.fsync_directory(path)
+        except OSError as error:
+            problem = problem_of(error)
+        return first_problem(self._ranks.exchange({"problem": problem}))
 
     def _adopt(self, job: Job, source: str) -> tuple[list[dict[str, Any]], Metadata | None, Problem | Rejection | None]:
         """The same for files that are there already: rank 0 takes them over, every rank adds its extras."""
         problem: Problem | None = None
-        if self._ranks.rank == 0:
+        if self._leads:
             try:
                 self._make_directory(job)
             except OSError as error:
@@ -410,12 +446,13 @@ class Saver:
             return [{**each, "files": []} for each in prices], None, unfit
         files: list[FileDigest] = []
         try:
-            if self._ranks.rank == 0:
+            # Where each node has its own tier, the framework may have left files on all of them.
+            if self._ranks.rank == 0 or (self._leads and os.path.isdir(source)):
                 files = self._gently(functools.partial(adopt, source, job.path, durable=self.target.durable))
             files.append(self._write_extras(job, alike=len({each["shared"] for each in told}) == 1))
         except Exception as error:
             problem = problem_of(error)
-        told = self._ranks.exchange({"problem": problem, "files": [dataclasses.asdict(each) for each in files]})
+        told = self._tell_files(problem, files, [])
         return [each | price for each, price in zip(told, prices, strict=True)], None, first_problem(told)
 
     def _make_directory(self, job: Job) -> None:
@@ -462,10 +499,11 @@ class Saver:
             return
         left = False
         facts: dict[str, Any] = {}
+        marker = None
         if self._ranks.rank == 0:
             if problem is None:
                 try:
-                    facts = self._commit(job, told, metadata)
+                    facts, marker = self._commit(job, told, metadata)
                 except Exception as error:
                     problem = problem_of(error)
                 else:
@@ -475,12 +513,27 @@ class Saver:
                     self._committed(job, stall_s=stall_s, facts=facts)
             if problem is not None:
                 left = not remove_partial(job.path)
-        verdict = self._ranks.exchange({"problem": problem})[0]["problem"]
+        word = self._ranks.exchange({"problem": problem, "marker": marker})[0]
+        verdict = word["problem"]
+        if self._leads and self._ranks.rank != 0:
+            self._follow(job, verdict, word["marker"])
         if verdict is not None:
             self._fail(job, verdict, stall_s=stall_s, left=left)
             return
         if self._ranks.rank != 0:
             self._committed(job, stall_s=stall_s, facts=facts)
+
+    def _follow(self, job: Job, verdict: Problem | None, marker: str | None) -> None:
+        """On another node than rank 0's: do with this node's files as rank 0 has decided."""
+        if verdict is not None or marker is None:
+            remove_partial(job.path)
+            return
+        try:
+            name = os.path.join(job.path, contract.COMMITTED)
+            contract.write_atomically(name, marker.encode(), durable=self.target.durable)
+        except OSError as error:
+            # Committed it is all the same: what lies here is found by the other nodes' word, or fetched from a copy.
+            print(f"ckptd: {job.path} was committed, and has no marker on this node: {error}", file=sys.stderr, flush=True)
 
     def _committed(self, job: Job, *, stall_s: float, facts: dict[str, Any]) -> None:
         self.sequence += 1
@@ -504,9 +557,15 @@ class Saver:
         for label in pins:
             self._report_pin(job.position.step, job.path, label)
 
-    def _commit(self, job: Job, told: list[dict[str, Any]], metadata: Metadata | None) -> dict[str, Any]:
-        """Rank 0: check that all is there, then write `COMMITTED`."""
-        files = [FileDigest(**each) for one in told for each in one["files"]]
+    def _commit(
+        self, job: Job, told: list[dict[str, Any]], metadata: Metadata | None
+    ) -> tuple[dict[str, Any], str | None]:
+        """Rank 0: check that all is there, then write `COMMITTED`.
+
+        Returns what there is to report, and the marker's text where other nodes are to have it too.
+        """
+        files = _listed(told)
+        places = {each.name: i for i, each in enumerate(files)}
         if job.source is None:
             assert metadata is not None
             check_plan(metadata, {each.name: each.size for each in files})
@@ -532,6 +591,8 @@ class Saver:
             validation_loss=None if job.validation is None else job.validation[1],
             loss_median=None if job.usual is None else job.usual[0],
             loss_deviation=None if job.usual is None else job.usual[1],
+            nodes=_by_node(told, places) if self.target.node is not None else {},
+            needs=[[places[name] for name in one["needs"]] for one in told] if _all_known(told) else [],
         )
         if self.target.durable:
             contract.fsync_directory(self.target.save_dir)
@@ -539,14 +600,22 @@ class Saver:
         marker.write(name, durable=self.target.durable)
         upload_s = time.monotonic() - job.begun
         with open(name, "rb") as file:
-            crc = crc32c_bytes(file.read())
-        self._footprint = _footprint(files)
-        total, _ = self._footprint
-        return {"sequence": marker.sequence, "marker_crc32c": crc, "bytes": total, "upload_s": upload_s}
+            data = file.read()
+        total, count = _footprint(files)
+        if self.target.node is not None:
+            here = [files[place] for place in marker.nodes[self.target.node]]
+            copies = self._copies(told)
+            self._footprint = copies * sum(each.size for each in here), copies * len(here) + 2
+        else:
+            self._footprint = total, count
+        facts = {
+            "sequence": marker.sequence, "marker_crc32c": crc32c_bytes(data), "bytes": total, "upload_s": upload_s
+        }  # fmt: skip
+        return facts, data.decode() if self.target.node is not None else None
 
     def _reject(self, job: Job, found: Rejection, *, stall_s: float) -> None:
         """Every rank knows the verdict already: there is nothing left to agree on."""
-        if self._ranks.rank == 0:
+        if self._leads:
             remove_partial(job.path)
         self.outcome = Outcome(step=job.position.step, path=job.path, committed=False, error=found.why, rejected=True)
         if self._ranks.rank == 0:
@@ -578,3 +647,25 @@ class Saver:
 def _footprint(files: list[FileDigest]) -> tuple[int, int]:
     """(bytes, number of files) of a checkpoint on disk, marker and signature included."""
     return sum(each.size for each in files), len(files) + 2
+
+
+def _listed(told: list[dict[str, Any]]) -> list[FileDigest]:
+    """Every file once. Raises ValueError where two nodes have different ones under one name."""
+    files: dict[str, FileDigest] = {}
+    for one in told:
+        for each in one["files"]:
+            file = FileDigest(**each)
+            if files.setdefault(file.name, file) != file:
+                raise ValueError(f"two nodes have written different files under the name {file.name}")
+    return list(files.values())
+
+
+def _by_node(told: list[dict[str, Any]], places: dict[str, int]) -> dict[str, list[int]]:
+    found: dict[str, set[int]] = {}
+    for one in told:
+        found.setdefault(one["node"], set()).update(places[each["name"]] for each in one["files"])
+    return {node: sorted(held) for node, held in found.items()}
+
+
+def _all_known(told: list[dict[str, Any]]) -> bool:
+    return all(one["needs"] for one in told)

@@ -215,6 +215,8 @@ class ResumeFrom(Document):
     path: str
     marker_crc32c: str
     """CRC32C of the bytes of COMMITTED, eight hex digits: the shim refuses a directory whose marker differs."""
+    partial: bool = False
+    """The tier is each node's own: files that no rank of this node needs may be missing here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +290,8 @@ class LaunchContext(Document):
     commit_sequence: int
     """Number of the newest commit of this run so far; the shim counts on from it."""
     durable_writes: bool = True
+    shared: bool = True
+    """All nodes see the same files in `save_dir`. False: each has its own there, where its ranks' files go."""
     guard: Guard | None = None
     """None: the defaults of `Guard`."""
     skip_data_to: int | None = None
@@ -352,6 +356,10 @@ class Marker(Document):
     """Their standard deviation, robustly."""
     param_norms: list[float] = field(default_factory=list)
     """Norms of the parameters in this commit (last) and in those before it, where the guard looks at them."""
+    nodes: dict[str, list[int]] = field(default_factory=dict)
+    """On a tier that each node has for itself: the node whose ranks wrote them -> places in `files`; else empty."""
+    needs: list[list[int]] = field(default_factory=list)
+    """For each rank the places in `files` that its tensors are read from while the layout stays; empty: not known."""
 
 
 # --- heartbeat page -------------------------------------------------------------------------------------------------

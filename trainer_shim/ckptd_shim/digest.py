@@ -77,13 +77,18 @@ def read_marker(path: str | os.PathLike[str], expected_crc32c: str | None = None
     return marker
 
 
-def check_sizes(path: str | os.PathLike[str], marker: Marker) -> None:
-    """Raise CheckpointError for the first file of `marker` that is missing, no file, or has another size."""
+def check_sizes(path: str | os.PathLike[str], marker: Marker, *, partial: bool = False) -> None:
+    """Raise CheckpointError for the first file of `marker` that is missing, no file, or has another size.
+
+    `partial`: one may be missing.
+    """
     for listed in marker.files:
         name = os.path.join(path, listed.name)
         try:
             found = os.stat(name)
         except FileNotFoundError:
+            if partial:
+                continue
             raise CheckpointError(f"{name} is missing") from None
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error

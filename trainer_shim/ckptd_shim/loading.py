@@ -96,13 +96,14 @@ def newest(directory: str) -> tuple[str, Marker] | None:
 
 def load(  # noqa: D417
     path: str, *, state: TrainState, ranks: Ranks, seed: int, marker_crc32c: str | None = None,
-    skip_data_to: int | None = None,
+    skip_data_to: int | None = None, partial: bool = False,
 ) -> Loaded:  # fmt: skip
     """Put the checkpoint at `path` back into `state`. A collective: it succeeds on every rank, or on none.
 
     Args:
         marker_crc32c: refuse a directory whose `COMMITTED` has another CRC-32C.
         skip_data_to: pass over the data up to this position (global samples), where the loader can be put there.
+        partial: files may be missing here that this rank does not need.
 
     Raises:
         CheckpointMismatch: it was saved by a script that differs from this one. Nothing is touched.
@@ -111,7 +112,7 @@ def load(  # noqa: D417
     problem: Exception | None = None
     plan = None
     try:
-        plan = _check(path, state=state, ranks=ranks, seed=seed, marker_crc32c=marker_crc32c)
+        plan = _check(path, state=state, ranks=ranks, seed=seed, marker_crc32c=marker_crc32c, partial=partial)
     except Exception as error:
         problem = error
     _agree(ranks, problem, path)
@@ -170,11 +171,11 @@ def _pass_over(tree: dict[str, Any], to: int | None, state: TrainState, rank: in
 
 
 def _check(
-    path: str, *, state: TrainState, ranks: Ranks, seed: int, marker_crc32c: str | None
+    path: str, *, state: TrainState, ranks: Ranks, seed: int, marker_crc32c: str | None, partial: bool
 ) -> tuple[Marker, dict[str, Any], dict[str, torch.Tensor], Metadata]:
     """Everything that can be known to be wrong before anything is touched."""
     marker = read_marker(path, marker_crc32c)
-    check_sizes(path, marker)
+    check_sizes(path, marker, partial=partial)
     same_world = marker.world_size == ranks.size
     name = contract.extras_name(ranks.rank if same_world else 0)
     tree = extras.read(os.path.join(path, name), _digest_of(name, path, marker))

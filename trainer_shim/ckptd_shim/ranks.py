@@ -38,3 +38,19 @@ class Ranks:
         texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(texts, padded, group=self.group)
         return [json.loads(bytes(text[: int(n)].tolist())) for text, n in zip(texts, lengths, strict=True)]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank: a collective.
+
+        Raises:
+            RuntimeError: a rank is gone, or has not come within the group's timeout.
+        """
+        if self.group is None:
+            return data or b""
+        length = torch.tensor([len(data or b"")])
+        dist.broadcast(length, 0, group=self.group)
+        buffer = torch.zeros(int(length), dtype=torch.uint8)
+        if self.rank == 0 and data:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, 0, group=self.group)
+        return buffer.numpy().tobytes() if buffer.numel() else b""

@@ -262,6 +262,8 @@ class TrainerShim:
                 attempt=launch.attempt,
                 tier=launch.tier,
                 durable=launch.durable_writes,
+                node=None if launch.shared else os.environ.get(contract.ENV_NODE, ""),
+                leads=not launch.shared and os.environ.get("LOCAL_RANK") == "0",
             )
             sequence = launch.commit_sequence
             if launch.resume is not None:
@@ -291,6 +293,7 @@ class TrainerShim:
             loaded = loading.load(
                 path, state=self._state, ranks=self._saving, seed=self._seed, marker_crc32c=crc,
                 skip_data_to=None if launch is None else launch.skip_data_to,
+                partial=launch is not None and launch.resume is not None and launch.resume.partial,
             )  # fmt: skip
             sequence = max(sequence, loaded.marker.sequence)
         self._saver = Saver(

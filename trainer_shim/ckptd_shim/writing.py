@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import os
@@ -12,6 +13,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
 from ckptd_shim import contract
@@ -34,7 +37,6 @@ from ckptd_shim.framing import DigestedFile, Framer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import torch
     import torch.distributed as dist
 
     Gentle = Callable[[Callable[[], None]], None]
@@ -213,6 +215,18 @@ class TensorWriter:
             listed.append(write_bytes(name, [layout.marshalled], durable=self._durable))
         return listed, layout.metadata
 
+    def spread(self, path: str, broadcast: Callable[[bytes | None], bytes], *, again: bool, leads: bool) -> None:
+        """After `write`, where each node has its own directory: have `.metadata` in all of them.
+
+        A collective unless `again`. `leads`: this rank writes it on its node. Raises OSError.
+        """
+        assert self.layout is not None
+        if not again:
+            marshalled = broadcast(self.layout.marshalled if self._rank == 0 else None)
+            self.layout = dataclasses.replace(self.layout, marshalled=marshalled)
+        if leads and self._rank != 0:
+            write_bytes(os.path.join(path, contract.DCP_METADATA), [self.layout.marshalled], durable=self._durable)
+
     def _plan_and_write(
         self, path: str, tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor], signature: str
     ) -> tuple[Layout, tuple[FileDigest, ...]]:
@@ -237,6 +251,25 @@ class TensorWriter:
             marshalled=writer.marshalled,
         )
         return layout, writer.files
+
+
+def needed_files(tensors: Mapping[str, torch.Tensor], metadata: Metadata) -> list[str]:
+    """Names of the files that this rank's part of `tensors` lies in, sorted; other ranks' where they wrote it for it."""
+    stored = metadata.storage_data or {}
+    found = set()
+    for key, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            place = stored.get(MetadataIndex(key, torch.Size(offsets)))
+        else:
+            place = stored.get(MetadataIndex(key, torch.Size([0] * tensor.dim())))
+        if place is not None:
+            found.add(str(place.relative_path))
+        elif isinstance(tensor, DTensor) and tensor.to_local().numel() == 0:
+            continue  # of a tensor with fewer rows than ranks this one has none
+        else:
+            found |= {str(each.relative_path) for index, each in stored.items() if index.fqn == key}
+    return sorted(found)
 
 
 def signature_of(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str]:
