@@ -45,6 +45,8 @@ class Session:
     silent_s: float = 0.0
     promotion: Message = field(default_factory=dict)
     """What it was told last of the slower tiers: whether they are its business, and how often each is served."""
+    mirror: Message = field(default_factory=dict)
+    """What it was told last of whose files it holds a second copy of."""
 
 
 class Sessions:

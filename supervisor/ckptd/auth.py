@@ -26,7 +26,8 @@ SECRET_BYTES = 32
 NONCE_BYTES = 32
 MAX_UNPROVED_LINE = 64 * 1024
 """What a stranger may send in one line."""
-_MAC_BYTES = 16
+CODE_BYTES = 16
+"""Length of the code of a line or a piece."""
 
 Role = Literal["daemon", "agent"]
 
@@ -95,9 +96,21 @@ class Seal:
         self._opened += 1
         return data
 
+    def code(self, data: bytes | memoryview) -> bytes:
+        """The code of the next piece of raw data to send: goes before it."""
+        code = self._mac(self._out_key, self._sent, data)
+        self._sent += 1
+        return code
+
+    def check(self, code: bytes, data: bytes | memoryview) -> None:
+        """Raise LinkError unless `data` is the next piece that the other end sent."""
+        if not hmac.compare_digest(code, self._mac(self._in_key, self._opened, data)):
+            raise LinkError(f"piece {self._opened} is not the one that the other end sent")
+        self._opened += 1
+
     @staticmethod
-    def _mac(key: bytes, number: int, data: bytes) -> bytes:
-        return hmac.digest(key, number.to_bytes(8) + data, "sha256")[:_MAC_BYTES]
+    def _mac(key: bytes, number: int, data: bytes | memoryview) -> bytes:
+        return hmac.digest(key, number.to_bytes(8) + data, "sha256")[:CODE_BYTES]
 
 
 async def demand_proof(channel: Channel, secret: bytes) -> Message:
@@ -110,19 +123,28 @@ async def demand_proof(channel: Channel, secret: bytes) -> Message:
         LinkError: no proof came, or a wrong one.
     """
     channel.limit = MAX_UNPROVED_LINE
+    nonce, challenge = new_challenge()
+    channel.send(challenge)
+    message, channel.seal = check_proof(await channel.line(), nonce, secret)
+    channel.unread(message)
+    return message
+
+
+def new_challenge() -> tuple[bytes, Message]:
+    """(nonce, what to send to whoever dialled)."""
     nonce = os.urandom(NONCE_BYTES)
-    channel.send({"type": "challenge", "protocol": PROTOCOL, "nonce": nonce.hex()})
-    line = await channel.line()
+    return nonce, {"type": "challenge", "protocol": PROTOCOL, "nonce": nonce.hex()}
+
+
+def check_proof(line: bytes | None, nonce: bytes, secret: bytes) -> tuple[Message, Seal]:
+    """(the hello in the answer to a challenge, the seal of all that follows). Raises LinkError."""
     if line is None:
         raise LinkError("left without a word")
     its_nonce, its_proof, hello = _parts(line)
     expected = _code(secret, b"hello of agent", nonce, its_nonce, hello)
     if not hmac.compare_digest(its_proof, expected):
         raise LinkError("does not know this run's secret")
-    channel.seal = Seal(secret, daemon_nonce=nonce, agent_nonce=its_nonce, role="daemon")
-    message = decode(hello)
-    channel.unread(message)
-    return message
+    return decode(hello), Seal(secret, daemon_nonce=nonce, agent_nonce=its_nonce, role="daemon")
 
 
 def _parts(line: bytes) -> tuple[bytes, bytes, bytes]:
@@ -143,7 +165,13 @@ async def give_proof(channel: Channel, secret: bytes, hello: Message) -> None:
     Raises:
         LinkError: what listens there is no daemon of this version of ckptd.
     """
-    first = await channel.line()
+    line, seal = make_proof(await channel.line(), secret, hello)
+    channel.send_line(line)
+    channel.seal = seal
+
+
+def make_proof(first: bytes | None, secret: bytes, hello: Message) -> tuple[bytes, Seal]:
+    """(the line that answers a challenge, the seal of all that follows). Raises LinkError."""
     if first is None:
         raise LinkError("it closed the connection at once")
     challenge = decode(first)
@@ -158,5 +186,5 @@ async def give_proof(channel: Channel, secret: bytes, hello: Message) -> None:
     own = os.urandom(NONCE_BYTES)
     data = encode(hello)[:-1]
     proof = _code(secret, b"hello of agent", nonce, own, data)
-    channel.send_line(b" ".join((own.hex().encode(), proof.hex().encode(), data)))
-    channel.seal = Seal(secret, daemon_nonce=nonce, agent_nonce=own, role="agent")
+    line = b" ".join((own.hex().encode(), proof.hex().encode(), data))
+    return line, Seal(secret, daemon_nonce=nonce, agent_nonce=own, role="agent")

@@ -22,7 +22,7 @@ from ckptd.agents import Agents, Session, Sessions
 from ckptd.clock import RunClock, clocked_by
 from ckptd.consult import Consultations
 from ckptd.core import events, picture, tierbook
-from ckptd.core.decisions import Ask, Command, Launch, OpenStore, Record, Rehearse, Steer, Stop, next_deadline
+from ckptd.core.decisions import Ask, Command, Gather, Launch, OpenStore, Record, Rehearse, Steer, Stop, next_deadline
 from ckptd.core.devices import node_identity
 from ckptd.core.hang import Limits
 from ckptd.core.run import LIVE, Status
@@ -161,6 +161,8 @@ class Daemon:
         if isinstance(event, events.SaveCommitted | events.CheckpointCopied):
             self._remember(event)
             self._prune()
+        elif isinstance(event, events.CheckpointMirrored) and self.picture.run.own_tiers:
+            self._prune()  # what was kept for want of a newer one with two copies
 
     # --- the loop ---
 
@@ -238,6 +240,7 @@ class Daemon:
                     self._carry_out(command)
                 self._push_control()
                 self._push_promotion()
+                self._push_mirrors()
                 return
             else:
                 raise RuntimeError(f"a decision is recorded for ever: {commands[0]}")
@@ -247,14 +250,18 @@ class Daemon:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Ask(node=node, what=what, avoid=avoid, suspects=suspects, settle=settle):
+            case Ask(node=node, what=what, avoid=avoid, suspects=suspects, settle=settle, floor=floor):
                 question: Message = {"type": "ask", "what": what}
+                if what == "holdings":
+                    question["markers"] = dict(self._markers)
                 if what == "inventory":
                     question |= {
-                        "markers": dict(self._markers), "avoid": list(avoid), "suspects": list(suspects),
+                        "floor": floor, "markers": dict(self._markers), "avoid": list(avoid), "suspects": list(suspects),
                         "expected": tierbook.newest_sequences(self.picture.tiers), "settle": settle,
                     }  # fmt: skip
                 self.agents.say(node, ("ask", what), question)
+            case Gather(node=node, attempt=attempt):
+                self.agents.say(node, ("gather", attempt), orders.gather(self.picture.run, node))
             case OpenStore(node=node, attempt=attempt):
                 self.agents.say(node, ("store", attempt), {"type": "store", "attempt": attempt})
             case Launch(node=node, attempt=attempt):
@@ -338,6 +345,17 @@ class Daemon:
             order = {"type": "promotion", "every": every, "here": session is here}
             if session.promotion != order:
                 session.promotion = order
+                session.channel.send(order)
+
+    def _push_mirrors(self) -> None:
+        """Have each agent know whose files it holds a second copy of, where that changed."""
+        state = self.picture.run
+        if state.status not in LIVE or not state.own_tiers:
+            return
+        for session in self.agents.sessions():
+            order = orders.mirror(state, session.node)
+            if order is not None and session.mirror != order:
+                session.mirror = order
                 session.channel.send(order)
 
     def _drain_s(self) -> float:
@@ -469,7 +487,9 @@ class Daemon:
         if session is None:
             return
         acknowledged = self._journal.acknowledged(session.node, session.agent_id)
-        settings = orders.settings(self.spec, len(hello.get("devices", [])), python=self._python(session.node))
+        settings = orders.settings(
+            self.spec, len(hello.get("devices", [])), python=self._python(session.node), node=session.node
+        )
         epoch = self._door.epoch if self._door is not None else 0
         channel.send({"type": "welcome", "settings": settings, "acknowledged": acknowledged, "epoch": epoch})
         self._control = None  # whatever it says now, say it to this agent
@@ -520,6 +540,9 @@ class Daemon:
         self._fold(event)
         if isinstance(event, events.HealthReported):
             self.agents.forget_said(session, ("ask", "health"))
+        if isinstance(event, events.HoldingsReported):
+            self.agents.forget_said(session, ("ask", "holdings"))
+            self._say_rejected(event.rejected)
         if isinstance(event, events.InventoryReported):
             if event.problem:
                 log.warning("node %s: %s", session.node, event.problem)
@@ -549,14 +572,17 @@ class Daemon:
                 "error",
                 f"tier {item['tier']!r} is passed over, it cannot be read: {item['problem']}{_risk(item, event)}",
             )
-        for item in event.rejected:
-            self._note("warning", f"{item['path']} is not resumed from: {item['problem']}")
+        self._say_rejected(event.rejected)
         if event.chosen is not None and event.chosen.get("run_id") not in (None, self.run_id):
             self._note(
                 "warning",
                 f"going on from step {event.chosen['step']} of an earlier run named {self.spec.name!r} "
                 f"({event.chosen['path']}); to begin afresh give the run another name",
             )
+
+    def _say_rejected(self, rejected: list[dict[str, Any]]) -> None:
+        for item in rejected:
+            self._note("warning", f"{item['path']} is not resumed from: {item['problem']}")
 
     def _note(self, level: Literal["info", "warning", "error"], what: str) -> None:
         self._append(events.Noted(t=self.clock.now(), at=time.time(), level=level, what=what))
@@ -568,17 +594,18 @@ class Daemon:
     # --- what the daemon does by itself ---
 
     def _prune(self) -> None:
-        # All nodes see the same tier: one of them is enough, and two would be in each other's way.
-        first = self.agents.session(orders.node_of_rank_zero(self.picture.run) or "")
-        for session in [first] if first is not None else self.agents.sessions()[:1]:
-            session.channel.send({"type": "prune", "holdings": self.holdings()})
+        # Of a tier that all nodes see, one of them is enough, and two would be in each other's way.
+        sessions = self.agents.sessions()
+        first = self.agents.session(orders.node_of_rank_zero(self.picture.run) or "") or next(iter(sessions), None)
+        for session in sessions if self.picture.run.own_tiers else [s for s in sessions if s is first]:
+            session.channel.send({"type": "prune", "holdings": self.holdings(), "shared": session is first})
 
     def holdings(self) -> Message:
         """What retention has to know of the run."""
         now = time.monotonic()
         self._held = {path: until for path, until in self._held.items() if until > now}
         drilled = [path for path in (self._rehearsal.holding, *self._held) if path]
-        return orders.holdings(self.picture.run, self.run_id, drilled=drilled)
+        return orders.holdings(self.picture.run, self.run_id, drilled=drilled, tiers=self.picture.tiers)
 
     # --- what others ask of it ---
 

@@ -17,7 +17,7 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel, ValidationError
 
 from ckptd.jobhost import interpreter_problem, place_of, url_problem
-from ckptd.jobspec import JobSpec
+from ckptd.jobspec import NODE_IN_PATH, JobSpec
 from ckptd.units import described, format_duration, shortened
 from ckptd.yamltext import MAX_BYTES, Document, Key, Problem, read
 
@@ -261,12 +261,17 @@ def _about_hosts(spec: JobSpec) -> Iterator[_Finding]:
             message = f"{total} devices on all hosts{' but the spares' if c.spares else ''} are less than the {least} that a world needs"
             yield _Finding(message, [("cluster", "min_devices"), hosts, ("cluster", "multiple_of")])
     tiers = spec.checkpoint.tiers
-    if len(c.hosts) > 1 and tiers and not tiers[0].shared:
-        yield _Finding(
-            "every node must see the same files here, as on a network file system: say `shared: true` if they do. "
-            "A tier that each node has for itself is not available in this version",
-            [("checkpoint", "tiers", 0, "shared"), ("checkpoint", "tiers", 0), hosts],
-        )
+    for i, tier in enumerate(tiers):
+        key: Key = ("checkpoint", "tiers", i)
+        if len(c.hosts) > 1 and spec.sharing(tier) is None:
+            yield _Finding(
+                "say `shared: true` if every node sees the same files here, as on a network file system, or "
+                "`shared: false` if each node has its own",
+                [(*key, "shared"), key, hosts],
+            )
+        if tier.shared and NODE_IN_PATH in (tier.path or ""):
+            message = f"nodes that see the same files have one path: leave out `shared: true`, or {NODE_IN_PATH}"
+            yield _Finding(message, [(*key, "path"), (*key, "shared")])
 
 
 def _about_batch(spec: JobSpec) -> Iterator[_Finding]:

@@ -50,6 +50,19 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
+NODE_IN_PATH: Final = "{node}"
+"""In a tier's path: the name of the node."""
+
+
+LOCAL_NODE: Final = "local"
+"""Name of the one node that the local launcher has."""
+
+
+def node_in_path(node: str) -> str:
+    """A node's name as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", node)
+
+
 # --- the sections of job.yaml -----------------------------------------------------------------------------------------
 
 
@@ -97,7 +110,7 @@ class Tier(_Model):
     name: Name
     """Its name in the ledger, in metrics and in `ckptd checkpoints`."""
     path: PathText | None = None
-    """A directory; the run's checkpoints go to `<path>/<run name>`."""
+    """A directory; the run's checkpoints go to `<path>/<run name>`. `{node}` in it stands for the name of the node."""
     url: Text | None = None
     """An object store, such as `s3://bucket/prefix`; the run's checkpoints go to `<url>/<run name>`."""
     keep_last: Annotated[int, BeforeValidator(read_whole_number), AfterValidator(check_keep_last)] = 3
@@ -121,6 +134,8 @@ class Checkpoint(_Model):
     """`auto` never goes above. Seconds."""
     formula: Annotated[Formula, BeforeValidator(read_text)] = "daly"
     """Which optimum `auto` computes."""
+    mirror_rate: Annotated[int, BeforeValidator(read_size), Field(ge=1 << 20)] | None = None
+    """Each node copies the other's files at no more bytes a second; null: as fast as it goes, at the lowest priority."""
     tiers: list[Tier] = []
     """Fastest first; one is needed."""
 
@@ -305,10 +320,20 @@ class JobSpec(_Model):
         """Absolute path of the training script; None for `-m`."""
         return None if self.command[0] == "-m" else self.workdir_path / os.path.expanduser(self.command[0])
 
-    def tier_dir(self, tier: Tier) -> Path:
-        """`<tier>/<run name>`: where this run's checkpoints lie on a tier that has a path."""
+    def tier_dir(self, tier: Tier, node: str | None = None) -> Path:
+        """`<tier>/<run name>`: where this run's checkpoints lie on a tier that has a path, on that node."""
         assert tier.path is not None, f"tier {tier.name} has no path"
-        return self.resolve(tier.path) / self.name
+        hosts = [host.host for host in self.cluster.hosts] or [LOCAL_NODE]
+        if node is None and len(hosts) == 1:
+            node = hosts[0]
+        path = tier.path if node is None else tier.path.replace(NODE_IN_PATH, node_in_path(node))
+        return self.resolve(path) / self.name
+
+    def sharing(self, tier: Tier) -> bool | None:
+        """Whether all nodes see the same files on a tier; None: that is to be found out."""
+        if tier.url is not None or self.cluster.launcher == "local" or len(self.cluster.hosts) < 2:
+            return True
+        return False if NODE_IN_PATH in (tier.path or "") else tier.shared
 
     @property
     def text(self) -> bytes:
@@ -319,9 +344,9 @@ class JobSpec(_Model):
         """Take the prior from here: `prior.log` says which log it is in, and not what that says."""
         self._prior = prior
 
-    def tier_location(self, tier: Tier) -> str:
-        """`<tier>/<run name>`: a directory, or a URL."""
-        return str(self.tier_dir(tier)) if tier.url is None else f"{tier.url.rstrip('/')}/{self.name}"
+    def tier_location(self, tier: Tier, node: str | None = None) -> str:
+        """`<tier>/<run name>`: a directory, on that node, or a URL."""
+        return str(self.tier_dir(tier, node)) if tier.url is None else f"{tier.url.rstrip('/')}/{self.name}"
 
     def policy(self, run_id: str) -> Policy:
         """What the core needs to decide. Without `jobprior.resolve`, `prior.log` is passed over: drills save when told to."""
@@ -344,7 +369,10 @@ class JobSpec(_Model):
             min_interval_s=self.checkpoint.min_interval,
             max_interval_s=self.checkpoint.max_interval,
             formula=self.checkpoint.formula,
-            tiers=[{"name": tier.name, "promote": tier.promote} for tier in self.checkpoint.tiers],
+            tiers=[
+                {"name": tier.name, "promote": tier.promote, "shared": self.sharing(tier)}
+                for tier in self.checkpoint.tiers
+            ],
             max_without_progress=self.restart.max_without_progress,
             max_restarts=self.restart.max_restarts,
             grow_at_checkpoint=self.restart.grow == "at_checkpoint",

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from ckptd.core import holdings as core_holdings
 from ckptd.core.estimates import Estimate
 from ckptd.core.keeping import name_of
 from ckptd.core.picture import Picture
 from ckptd.core.run import RunState
+from ckptd.core.tierbook import TierBook
 from ckptd.jobscalars import Steps
 from ckptd.jobspec import JobSpec, Tier
 from ckptd.link import Message
@@ -25,14 +27,15 @@ LIVE_INTERVAL_S = 0.5
 LONGEST_LIVE_INTERVAL_S = 5.0
 
 
-def settings(spec: JobSpec, devices: int = 0, *, python: str | None = None) -> Message:
+def settings(spec: JobSpec, devices: int = 0, *, python: str | None = None, node: str | None = None) -> Message:
     """What an agent of a node with so many devices needs to know as soon as it dials in.
 
     `python`: interpreter of the workers there, if it is another one than job.yaml's for all.
     """
     script = spec.script_path
     return {
-        "tiers": [_tier(spec, tier) for tier in spec.checkpoint.tiers],
+        "tiers": [_tier(spec, tier, node) for tier in spec.checkpoint.tiers],
+        "mirror_rate": spec.checkpoint.mirror_rate,
         "health_command": spec.health.command,
         "health_interval_s": spec.health.interval,
         "stop_grace_s": spec.restart.stop_grace,
@@ -64,23 +67,28 @@ def _live_interval(spec: JobSpec) -> float:
     return min(slow, LONGEST_LIVE_INTERVAL_S, max(LIVE_INTERVAL_S, spec.cluster.fence_timeout / 4))
 
 
-def _tier(spec: JobSpec, tier: Tier) -> dict[str, Any]:
+def _tier(spec: JobSpec, tier: Tier, node: str | None) -> dict[str, Any]:
     every = tier.keep_every
     return {
         "name": tier.name,
-        "directory": spec.tier_location(tier),
+        "directory": spec.tier_location(tier, node),
+        "shared": spec.sharing(tier) is not False,
         "keep_last": tier.keep_last,
         "keep_every_steps": every.steps if isinstance(every, Steps) else None,
         "keep_every_seconds": every if isinstance(every, float) else None,
     }
 
 
-def holdings(state: RunState, run_id: str, *, live: bool = True, drilled: Iterable[str] = ()) -> dict[str, Any]:
+def holdings(
+    state: RunState, run_id: str, *, live: bool = True, drilled: Iterable[str] = (), tiers: TierBook = ()
+) -> dict[str, Any]:
     """What retention has to know of a run beside the rules: the fields of `ckptd.node.retire.Holdings`.
 
-    `live`: the newest attempt may be writing. `drilled`: paths that a drill reads.
+    `live`: the newest attempt may be writing. `drilled`: paths that a drill reads. `tiers`: what is known of them.
     """
     protected = {name_of(path): "it is being drilled" for path in drilled}
+    # Until the copies of a newer one are there, this is what the loss of a node would leave.
+    protected |= {name_of(t.mirrored_path): "the newest that two nodes hold" for t in tiers if t.mirrored_path}
     if state.committed is not None and state.committed.path:
         protected[name_of(state.committed.path)] = "the newest commit that the run knows of"
     if state.resume is not None:
@@ -113,7 +121,11 @@ def launch(
     devices = list(state.placement[node])
     fastest = spec.checkpoint.tiers[0]
     decision = picture.decision
-    resume = state.resume
+    resume = None
+    if state.resume is not None:
+        resume = {key: state.resume[key] for key in ("step", "tier", "path", "marker_crc32c")}
+        if resume["tier"] in state.own_tiers:
+            resume |= {"path": _own_path(spec, node, state.resume), "partial": True}
     return {
         "type": "launch",
         # Where the workers meet. A node alone opens its store itself, and nobody else needs to reach it.
@@ -134,10 +146,9 @@ def launch(
             "attempt_dir": str(run_dir.attempt_dir(state.attempt)),
             "control_path": str(run_dir.control_path),
             "tier": fastest.name,
-            "save_dir": str(spec.tier_dir(fastest)),
-            "resume": None
-            if resume is None
-            else {key: resume[key] for key in ("step", "tier", "path", "marker_crc32c")},
+            "save_dir": str(spec.tier_dir(fastest, node)),
+            "shared": fastest.name not in state.own_tiers,
+            "resume": resume,
             "world_at_start": state.first_world,
             "global_batch": spec.batch.global_batch if spec.batch else None,
             "micro_batch": spec.batch.micro_batch if spec.batch else None,
@@ -155,6 +166,55 @@ def launch(
             "restore_drill": dataclasses.asdict(drill) if isinstance(drill, RestoreDrill) else None,
         },
     }
+
+
+def _own_path(spec: JobSpec, node: str, resume: dict[str, Any]) -> str:
+    """Where a checkpoint lies on a node, on a tier of which each has its own directory."""
+    tier = next(tier for tier in spec.checkpoint.tiers if tier.name == resume["tier"])
+    return f"{spec.tier_location(tier, node)}/{name_of(resume['path'])}"
+
+
+def ranks_of(state: RunState, node: str) -> list[int]:
+    """Ranks of the live attempt that a node carries."""
+    nodes = list(state.placement)
+    first = sum(len(state.placement[name]) for name in nodes[: nodes.index(node)])
+    return list(range(first, first + len(state.placement[node])))
+
+
+def gather(state: RunState, node: str) -> Message:
+    """The order to bring what the workers of `node` will resume from into its own directory, and from whom."""
+    resume = state.resume
+    assert resume is not None
+    having = core_holdings.holders(state.held, resume["tier"], resume["marker_crc32c"])
+    return {
+        "type": "gather",
+        "attempt": state.attempt,
+        "tier": resume["tier"],
+        "name": name_of(resume["path"]),
+        "marker_crc32c": resume["marker_crc32c"],
+        "ranks": ranks_of(state, node),
+        "world_size": state.world_size,
+        # After a restore that failed, the layout may be another one than when it was saved.
+        "everything": _failed_to_restore(state),
+        "sources": [_source(state, other) | {"held": held} for other, held in having.items() if other != node],
+    }
+
+
+def _failed_to_restore(state: RunState) -> bool:
+    resume = state.resume or {}
+    return any(s.path == resume.get("path") and s.step <= resume.get("step", 0) for s in state.signatures)
+
+
+def _source(state: RunState, node: str) -> dict[str, Any]:
+    return {"node": node, "host": state.nodes[node].address or "127.0.0.1", "port": state.nodes[node].port}
+
+
+def mirror(state: RunState, node: str) -> Message | None:
+    """Whose files a node is to hold a second copy of: those of the node before it in the attempt's ring. None: no one's."""
+    nodes = list(state.placement)
+    if not state.own_tiers or len(nodes) < 2 or node not in nodes:
+        return None
+    return {"type": "mirror", "tier": state.own_tiers[0], "from": _source(state, nodes[nodes.index(node) - 1])}
 
 
 def _skip_to(state: RunState) -> int | None:

@@ -60,6 +60,7 @@ def document(
                 "failing": tier.failing,
                 "error": tier.error,
                 "every": tier.every,
+                "mirrored_step": tier.mirrored_step,
             }
             for tier in picture.tiers
         ],

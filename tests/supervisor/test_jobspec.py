@@ -176,14 +176,14 @@ class TestAccepted:
         """
         assert job(text).policy("abc") == Policy(
             run_id="abc", name="p", min_devices=2, max_devices=8, multiple_of=2, global_batch=48, micro_batch=4,
-            wait_for_devices_s=90.0, interval_s=None, interval_steps=7, tiers=[{"name": "d", "promote": None}], min_interval_s=60.0, max_interval_s=3600.0,
+            wait_for_devices_s=90.0, interval_s=None, interval_steps=7, tiers=[{"name": "d", "promote": None, "shared": True}], min_interval_s=60.0, max_interval_s=3600.0,
             formula="young", max_without_progress=5, max_restarts=9, grow_at_checkpoint=False, warm=False,
             prior_failures=2.0, prior_device_seconds=3.6e7,
         )  # fmt: skip
         fixed = job(MINIMAL.replace("{tiers", "{interval: 90s, tiers")).policy("x")
         assert (fixed.interval_s, fixed.interval_steps) == (90.0, None)
         # What job.yaml leaves out is what the core takes for granted.
-        assert job(MINIMAL).policy("") == Policy(name="r", tiers=[{"name": "disk", "promote": None}])
+        assert job(MINIMAL).policy("") == Policy(name="r", tiers=[{"name": "disk", "promote": None, "shared": True}])
 
     def test_anchors_and_merge_keys(self, job):
         spec = job("""
@@ -344,7 +344,7 @@ class TestWrong:
             ("cluster: {launcher: ssh, hosts: [a], fence_timeout: 26s}", "cluster.fence_timeout: 26s is not 5s below"),
             (
                 "cluster: {launcher: ssh, hosts: [a, b]}",
-                "checkpoint.tiers[0].shared: every node must see the same files",
+                "checkpoint.tiers[0].shared: say `shared: true` if every node sees the same files",
             ),
             ("cluster: {listen: ':7000'}", "cluster.listen: the local launcher has no other machine"),
             ("cluster: {launcher: slurm}", "cluster.launcher: launcher 'slurm' is not available yet"),
@@ -637,7 +637,7 @@ class TestExample:
         assert job(text).model_dump() == job(plain).model_dump() == bare.model_dump()
 
     def test_names_every_key_that_works_in_this_version(self):
-        later = {"url", "promote", "shared"}
+        later = {"url", "promote", "shared", "mirror_rate"}
         for model in [JobSpec, *(jobcheck._nested(f.annotation) for f in JobSpec.model_fields.values())]:
             for key in set(jobcheck._fields(model)) - later:
                 assert re.search(rf"\b{key}:", example()), key

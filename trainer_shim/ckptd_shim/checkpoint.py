@@ -533,7 +533,9 @@ class Saver:
             contract.write_atomically(name, marker.encode(), durable=self.target.durable)
         except OSError as error:
             # Committed it is all the same: what lies here is found by the other nodes' word, or fetched from a copy.
-            print(f"ckptd: {job.path} was committed, and has no marker on this node: {error}", file=sys.stderr, flush=True)
+            print(
+                f"ckptd: {job.path} was committed, and has no marker on this node: {error}", file=sys.stderr, flush=True
+            )
 
     def _committed(self, job: Job, *, stall_s: float, facts: dict[str, Any]) -> None:
         self.sequence += 1

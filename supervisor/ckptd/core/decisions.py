@@ -12,7 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptd.core import diagnosis, events, placement
+from ckptd.core import diagnosis, events, holdings, placement
+from ckptd.core.keeping import name_of
 from ckptd.core.run import LIVE, RunState, Status
 
 MAX_LAUNCH_FAILURES = 5
@@ -43,18 +44,28 @@ class Ask:
     """Ask a node a question; the answer is an event."""
 
     node: str
-    what: Literal["health", "inventory"]
+    what: Literal["health", "inventory", "holdings"]
     avoid: tuple[str, ...] = ()
     """Checkpoints to pass over while there is another one."""
     suspects: tuple[tuple[int, int | None], ...] = ()
     """Commit sequences, first and last (None: all above), that are not to be resumed from at all."""
     settle: bool = False
     """Do without tiers that cannot be read, where another one has something to go on from."""
+    floor: int = 0
+    """Commit sequence of what can be resumed from anyway: nothing older is of interest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """Tell a node to start its workers of the attempt."""
+
+    node: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gather:
+    """Have a node bring the files to itself that its workers of the attempt resume from, where it lacks some."""
 
     node: str
     attempt: int
@@ -98,7 +109,7 @@ class Rehearse:
     tier: str | None
 
 
-Command = Record | Ask | OpenStore | Launch | Stop | Steer | Rehearse
+Command = Record | Ask | Gather | OpenStore | Launch | Stop | Steer | Rehearse
 
 
 # --- decisions ------------------------------------------------------------------------------------------------------
@@ -155,21 +166,14 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
     back = _guard_goes_back(state, t)
     if back is not None:
         return [back]
-    timed_out = state.waiting_since is not None and t - state.waiting_since >= state.policy.wait_for_devices_s
+    timed_out = _timed_out(state, t)
     connected = {name: state.nodes[name] for name in state.placeable()}
     questions = _clean_up(state)
     questions += [Ask(node=n, what="health") for n, node in connected.items() if not node.health_known]
-    questions += [
-        Ask(
-            node=n,
-            what="inventory",
-            avoid=state.suspects,
-            suspects=state.keeping.suspects(),
-            settle=state.inventory_problems >= INVENTORY_TRIES,
-        )
-        for n in witnesses
-        if not connected[n].inventory_known
-    ]
+    about_tiers = _ask_about_tiers(state, t, [n for n in witnesses if not connected[n].inventory_known])
+    if isinstance(about_tiers, Record):
+        return [about_tiers]
+    questions += about_tiers
     if not connected or questions or (not timed_out and _nodes_to_come(state, t)):
         if timed_out and given_up is not None:
             return [_end(t, "failed", 1, given_up)]
@@ -202,6 +206,37 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
             )
         )
     ]
+
+
+def _timed_out(state: RunState, t: float) -> bool:
+    return state.waiting_since is not None and t - state.waiting_since >= state.policy.wait_for_devices_s
+
+
+def _ask_about_tiers(state: RunState, t: float, witnesses: list[str]) -> list[Command] | Record:
+    """What is to be found out of the tiers; an answer that the nodes' own holdings give is recorded as one."""
+    own = state.own_tiers
+    if not own or not witnesses:
+        return [_ask_inventory(state, node) for node in witnesses]
+    unknown = [node for node in state.placeable() if state.nodes[node].holdings is None]
+    if unknown or (not _timed_out(state, t) and _nodes_to_come(state, t)):
+        return [Ask(node=node, what="holdings") for node in unknown]
+    best = state.best_held()
+    _, newest = holdings.seen(state.held, run_id=state.policy.run_id)
+    good = best is not None and best.name not in {name_of(path) for path in state.suspects}
+    if len(own) == len(state.policy.tiers) or (
+        good and best is not None and best.sequence >= max(newest, state.commit_sequence)
+    ):
+        chosen = best.commit if best is not None else None
+        return Record(event=events.InventoryReported(t=t, node=witnesses[0], chosen=chosen))
+    floor = best.sequence if good and best is not None else 0
+    return [dataclasses.replace(_ask_inventory(state, node), floor=floor) for node in witnesses]
+
+
+def _ask_inventory(state: RunState, node: str) -> Ask:
+    return Ask(
+        node=node, what="inventory", avoid=state.suspects, suspects=state.keeping.suspects(),
+        settle=state.inventory_problems >= INVENTORY_TRIES,
+    )  # fmt: skip
 
 
 def _witnesses(state: RunState, connected: list[str]) -> list[str]:
@@ -284,6 +319,10 @@ def _launches(state: RunState) -> list[Command]:
         for name in state.placement
         if state.nodes[name].connected and not state.nodes[name].started and state.nodes[name].running != state.attempt
     ]
+    if (state.resume or {}).get("tier") in state.own_tiers:
+        lacking = [name for name in waiting if not state.nodes[name].gathered]
+        if lacking:
+            return [Gather(node=name, attempt=state.attempt) for name in lacking]
     if len(state.placement) > 1 and state.store is None:
         first = next(iter(state.placement))
         return [OpenStore(node=first, attempt=state.attempt)] if first in waiting else []

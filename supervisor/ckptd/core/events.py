@@ -156,6 +156,21 @@ class InventoryReported(Event):
     """Why the question could not be answered at all; the daemon asks again."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HoldingsReported(Event):
+    """What a node has in its own directories of tiers that the nodes do not share: see `holdings`.
+
+    `port`: where other agents get files from it. `rejected`: files that are not what was committed, as in
+    `InventoryReported`; they are not held.
+    """
+
+    kind: ClassVar[str] = "holdings_reported"
+    holdings: list[Json] = field(default_factory=list)
+    rejected: list[Json] = field(default_factory=list)
+    port: int = 0
+    seconds: float = 0.0
+
+
 # --- an attempt, in the order in which it lives -----------------------------------------------------------------------
 
 
@@ -171,6 +186,16 @@ class AttemptLaunched(Event):
     """`start`, `restart`, `grow` or `resume` (a run that had stopped)."""
     devices_wanted: int = 0
     """World size that would be used if every device were healthy; the gap to `world_size` is degraded time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilesGathered(Event):
+    """A node has every file that its ranks need of the checkpoint to resume from; `fetched` of them from other nodes."""
+
+    kind: ClassVar[str] = "files_gathered"
+    fetched: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,6 +374,24 @@ class CheckpointCopied(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointMirrored(Event):
+    """A node has a verified copy of what `source`, another node, holds of a commit. `nodes`: how many have a part of it.
+
+    With one event from each of them the commit outlives the loss of any one node.
+    """
+
+    kind: ClassVar[str] = "checkpoint_mirrored"
+    step: int = 0
+    tier: str = ""
+    path: str = ""
+    source: str = ""
+    nodes: int = 0
+    sequence: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CopyFailed(Event):
     """A copy did not come about; it is tried again after `retry_s` seconds. `attempts`: how often in a row it failed."""
 
@@ -497,8 +540,8 @@ class Noted(Event):
 
 for _cls in (
     DaemonStarted, Requested, RunEnded, AgentConnected, AgentLost, NodeLost, HealthReported, DeviceDrained,
-    InventoryReported, AttemptLaunched, StoreOpened, WorkersStarted, WorkersInitialised, StateRestored, FirstStep,
-    Progress, SaveStaged, SaveCommitted, SaveFailed, SaveRejected, CheckpointCopied, CopyFailed,
+    InventoryReported, HoldingsReported, AttemptLaunched, FilesGathered, StoreOpened, WorkersStarted, WorkersInitialised, StateRestored, FirstStep,
+    Progress, SaveStaged, SaveCommitted, SaveFailed, SaveRejected, CheckpointCopied, CheckpointMirrored, CopyFailed,
     CheckpointPinned, CheckpointDeleted, RolledBack, FailureDetected, WorkersFinished, AttemptEnded, Interrupted, Restarted, IntervalDecided, Drilled, Noted,
 ):  # fmt: skip
     _REGISTRY[_cls.kind] = _cls

@@ -36,7 +36,8 @@ class Policy:
     max_interval_s: float | None = 7200.0
     formula: Formula = "daly"
     tiers: list[dict[str, Any]] = field(default_factory=list)
-    """Fastest first: {name, promote}, `promote` being a number, `auto` or None."""
+    """Fastest first: {name, promote, shared}. `promote`: a number, `auto` or None; `shared`: whether all nodes see the same
+    files there, None where that is to be found out."""
     # restarts
     max_without_progress: int = 3
     max_restarts: int | None = None

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckptd.core import devices, events, keeping, placement
+from ckptd.core import devices, events, holdings, keeping, placement
 from ckptd.core.devices import DeviceBook
 from ckptd.core.keeping import Keeping
 from ckptd.core.policy import Policy
@@ -66,6 +66,12 @@ class Node:
     health_known: bool = False
     """Asked since the last failure."""
     inventory_known: bool = False
+    holdings: tuple[dict[str, Any], ...] | None = None
+    """What it has in directories of its own, see `holdings`; None: it is not known what it has now."""
+    port: int = 0
+    """Where its agent gives files to others."""
+    gathered: bool = False
+    """It has the files that its workers of the live attempt need."""
     started: bool = False
     """Its workers of the live attempt exist."""
     finished: bool = False
@@ -179,6 +185,23 @@ class RunState:
     """The step of the newest stop on request: training was to go on there."""
     outcome: events.RunEnded | None = None
 
+    @property
+    def own_tiers(self) -> tuple[str, ...]:
+        """Tiers of which each node has its own directory, fastest first."""
+        return tuple(str(tier["name"]) for tier in self.policy.tiers if tier.get("shared") is False)
+
+    @property
+    def held(self) -> dict[str, tuple[dict[str, Any], ...]]:
+        """What each living node has there."""
+        return {name: held for name in self.placeable() if (held := self.nodes[name].holdings) is not None}
+
+    def best_held(self) -> holdings.Choice | None:
+        """The newest commit that the living nodes have all files of in directories of their own."""
+        return holdings.choose(
+            self.held, self.own_tiers, run_id=self.policy.run_id, avoid={keeping.name_of(path) for path in self.suspects},
+            suspects=self.keeping.suspects(),
+        )  # fmt: skip
+
     def usable(self, name: str, t: float) -> tuple[int, ...]:
         """Devices of a node that may be launched on at `t`: healthy, not drained, not in quarantine."""
         return self.book.usable(name, self.nodes[name].healthy, t)
@@ -285,6 +308,10 @@ def _agent_connected(state: RunState, event: events.AgentConnected) -> RunState:
         state = _note_loss(
             state, Loss(node=event.node or "", kind="agent", t=event.t, detected_t=event.t, detail=detail)
         )
+    if state.own_tiers and state.status in (Status.STARTING, Status.WAITING) and event.pid != before.agent:
+        # What is on its own tiers may be newer than what was chosen without it.
+        nodes = {name: dataclasses.replace(node, inventory_known=False) for name, node in state.nodes.items()}
+        state = dataclasses.replace(state, nodes=nodes, inventory=None)
     return dataclasses.replace(
         state,
         book=devices.connected(state.book, event),
@@ -293,6 +320,8 @@ def _agent_connected(state: RunState, event: events.AgentConnected) -> RunState:
             state, event.node, connected=True, lost=False, gone_t=None,
             devices=tuple(int(d["index"]) for d in event.devices), health_known=False, inventory_known=False,
             running=event.running, agent=event.pid, address=event.address,
+            holdings=before.holdings if event.pid == before.agent else None,
+            port=before.port if event.pid == before.agent else 0,
             unclean=event.running if stray else before.unclean,
             replaced=before.replaced or (state.status in LIVE and event.pid != before.agent),
         ),
@@ -305,7 +334,14 @@ def _agent_lost(state: RunState, event: events.AgentLost) -> RunState:
     return dataclasses.replace(
         state,
         nodes=_node(
-            state, event.node, connected=False, lost=True, health_known=False, inventory_known=False, running=None
+            state,
+            event.node,
+            connected=False,
+            lost=True,
+            health_known=False,
+            inventory_known=False,
+            running=None,
+            holdings=None,
         ),
     )
 
@@ -320,7 +356,7 @@ def _node_lost(state: RunState, event: events.NodeLost) -> RunState:
         state,
         nodes=_node(
             state, event.node, connected=False, lost=True, gone_t=event.t, health_known=False, inventory_known=False,
-            running=None, unclean=state.attempt if carries else node.unclean,
+            running=None, unclean=state.attempt if carries else node.unclean, holdings=None,
         ),
     )  # fmt: skip
 
@@ -353,6 +389,7 @@ def _inventory_reported(state: RunState, event: events.InventoryReported) -> Run
         return dataclasses.replace(state, inventory_problems=state.inventory_problems + 1)
     if state.keeping.suspect((event.chosen or {}).get("sequence", 0)):
         return state  # the question was put before the run went back: it is put again
+    event, state = _with_held(state, event)
     newest = state.inventory
     if newest is None or (event.chosen or {}).get("sequence", 0) >= (newest.chosen or {}).get("sequence", 0):
         newest = event
@@ -369,10 +406,47 @@ def _inventory_reported(state: RunState, event: events.InventoryReported) -> Run
     )
 
 
+def _with_held(state: RunState, event: events.InventoryReported) -> tuple[events.InventoryReported, RunState]:
+    """The answer about tiers that all nodes see, and what the nodes have in directories of their own."""
+    own = state.own_tiers
+    chosen = event.chosen
+    if not own:
+        return event, state
+    if chosen is not None and chosen["tier"] in own and chosen.get("fetched_from"):
+        # Brought from an object store to that node: from now on it has all of it.
+        whole = {**chosen, "name": keeping.name_of(chosen["path"]), "held": [[0, chosen["files"] - 1]], "created": 0.0}
+        node = state.nodes.get(event.node or "", Node())
+        state = dataclasses.replace(state, nodes=_node(state, event.node, holdings=(*(node.holdings or ()), whole)))
+    best = state.best_held()
+    count, newest = holdings.seen(state.held, run_id=state.policy.run_id)
+    order = {str(tier["name"]): i for i, tier in enumerate(state.policy.tiers)}
+    avoid = {keeping.name_of(path) for path in state.suspects}
+
+    def rank(found: dict[str, Any]) -> tuple[bool, int, int]:
+        return keeping.name_of(found["path"]) in avoid, -found["sequence"], order.get(found["tier"], len(order))
+
+    if best is not None and (chosen is None or rank(best.commit) < rank(chosen)):
+        chosen = best.commit
+    changed = dataclasses.replace(
+        event, chosen=chosen, commits=event.commits + count, newest_sequence=max(event.newest_sequence, newest)
+    )
+    return changed, state
+
+
+def _holdings_reported(state: RunState, event: events.HoldingsReported) -> RunState:
+    return dataclasses.replace(state, nodes=_node(state, event.node, holdings=tuple(event.holdings), port=event.port))
+
+
+def _files_gathered(state: RunState, event: events.FilesGathered) -> RunState:
+    return dataclasses.replace(state, nodes=_node(state, event.node, gathered=True))
+
+
 def _attempt_launched(state: RunState, event: events.AttemptLaunched) -> RunState:
     assert event.attempt is not None
     nodes = {
-        name: dataclasses.replace(node, started=False, finished=False, ended=False, running=None, replaced=False)
+        name: dataclasses.replace(
+            node, started=False, finished=False, ended=False, running=None, replaced=False, gathered=False
+        )
         for name, node in ({name: Node() for name in event.placement} | dict(state.nodes)).items()
     }
     return dataclasses.replace(
@@ -553,7 +627,10 @@ def _attempt_ended(state: RunState, event: events.AttemptEnded) -> RunState:
 
 
 def _interrupted(state: RunState, event: events.Interrupted) -> RunState:
-    nodes = {n: dataclasses.replace(node, health_known=False, inventory_known=False) for n, node in state.nodes.items()}
+    nodes = {
+        n: dataclasses.replace(node, health_known=False, inventory_known=False, holdings=None)
+        for n, node in state.nodes.items()
+    }
     book = devices.struck(state.book, event, state.placement)
     relieved = book.next_release(event.t) != state.book.next_release(event.t) and _can_do_without(state, book)
     came_from = (state.resume or {}).get("path")
@@ -623,6 +700,8 @@ _HANDLERS: dict[type[events.Event], Any] = {
     events.HealthReported: _health_reported,
     events.DeviceDrained: _device_drained,
     events.InventoryReported: _inventory_reported,
+    events.HoldingsReported: _holdings_reported,
+    events.FilesGathered: _files_gathered,
     events.AttemptLaunched: _attempt_launched,
     events.StoreOpened: _store_opened,
     events.WorkersStarted: _workers_started,

@@ -14,6 +14,8 @@ from ckptd.core.promotion import Promote
 
 WINDOW = 16
 """Copies whose time is remembered."""
+MIRRORS_UNDER_WAY = 4
+"""Commits whose mirroring is followed; one that is overtaken is never finished."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +38,13 @@ class TierState:
     """How often in a row it failed."""
     every: int | None = None
     """n in commits of the fastest tier; None: not decided yet."""
+
+    mirrored_step: int | None = None
+    """The newest commit of which two nodes have every file, where each node has its own directory."""
+    mirrored_sequence: int = 0
+    mirrored_path: str = ""
+    mirroring: tuple[tuple[int, frozenset[str]], ...] = ()
+    """Commit sequences of which some nodes' parts have a second copy, and which nodes' these are."""
 
     @property
     def failing(self) -> bool:
@@ -60,6 +69,8 @@ def apply(book: TierBook, event: ev.Event) -> TierBook:
                     _committed(tier, event), copy_s=(*tier.copy_s[1 - WINDOW :], max(0.0, event.seconds))
                 ),
             )  # fmt: skip
+        case ev.CheckpointMirrored():
+            return _change(book, event.tier, lambda tier: _mirrored(tier, event))
         case ev.SaveFailed():
             return _change(book, event.tier, lambda tier: _failed(tier, event.error, tier.attempts + 1))
         case ev.CopyFailed():
@@ -112,3 +123,19 @@ def _committed(tier: TierState, event: ev.SaveCommitted | ev.CheckpointCopied) -
 
 def _failed(tier: TierState, error: str, attempts: int) -> TierState:
     return dataclasses.replace(tier, error=error or "unknown", attempts=attempts)
+
+
+def _mirrored(tier: TierState, event: ev.CheckpointMirrored) -> TierState:
+    under_way = dict(tier.mirroring)
+    parts = under_way.get(event.sequence, frozenset()) | {event.source}
+    tier = dataclasses.replace(tier, error="", attempts=0)
+    if len(parts) < event.nodes:
+        under_way[event.sequence] = parts
+        newest = sorted(under_way.items())[-MIRRORS_UNDER_WAY:]
+        return dataclasses.replace(tier, mirroring=tuple(newest))
+    if event.sequence < tier.mirrored_sequence:
+        return tier
+    return dataclasses.replace(
+        tier, mirrored_step=event.step, mirrored_sequence=event.sequence, mirrored_path=event.path,
+        mirroring=tuple((sequence, of) for sequence, of in under_way.items() if sequence > event.sequence),
+    )  # fmt: skip

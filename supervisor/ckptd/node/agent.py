@@ -29,6 +29,7 @@ from ckptd.node import dialling, health, logs, processes, tiers, warm
 from ckptd.node.attempt import Attempt, newest_attempt, node_file, rank_of, recorded_workers
 from ckptd.node.evidence import KernelLog, OomCounter
 from ckptd.node.keeper import Keeper
+from ckptd.node.neighbours import Neighbours
 from ckptd.node.retire import Holdings
 from ckptd.place import Place
 from ckptd_shim import contract
@@ -64,6 +65,7 @@ class Settings:
     live_interval_s: float = 0.5
     warm: warm.Recipe | None = None
     logs: logs.Rules = field(default_factory=logs.Rules)
+    mirror_rate: float | None = None
 
     @classmethod
     def from_message(cls, data: Message) -> Settings:
@@ -116,6 +118,9 @@ class Agent:
         self._stuck: list[processes.Process] = []
         """What survived SIGKILL: it was told, its device is left out, and no later end waits for it again."""
         self._keeper = Keeper(run_id, emit=self._link.event, say=self._link.say)
+        self._neighbours = Neighbours(
+            node=node, run_id=run_id, secret=secret or b"", keeper=self._keeper, emit=self._link.event
+        )
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # --- the two threads ---
@@ -212,6 +217,7 @@ class Agent:
         if kind == "welcome":
             self.settings = Settings.from_message(order["settings"])
             self._keeper.configure(self.settings.tiers)
+            self._neighbours.configure(self.settings.tiers, self.settings.mirror_rate)
             self._kindle()
         elif kind == "store":
             self._spawn(self._open_store(int(order["attempt"])))
@@ -225,8 +231,15 @@ class Agent:
             self._spawn(self._answer_health())
         elif kind == "ask" and order["what"] == "inventory":
             self._spawn(self._answer_inventory(order))
+        elif kind == "ask" and order["what"] == "holdings":
+            self._spawn(self._neighbours.tell_holdings(order, self._link.address or "127.0.0.1"))
+        elif kind == "gather":
+            self._spawn(self._gather(order))
+        elif kind == "mirror":
+            self._neighbours.follow(order)
         elif kind == "prune":
-            self._spawn(self._keeper.prune(Holdings.from_dict(order["holdings"])))
+            holdings = Holdings.from_dict(order["holdings"])
+            self._spawn(self._keeper.prune(holdings, shared=bool(order.get("shared", True))))
         elif kind == "consult":
             self._spawn(self._keeper.consulted(order))
         elif kind == "unpin":
@@ -274,6 +287,7 @@ class Agent:
     async def _leave(self, drain_s: float) -> None:
         """The run is over, or nobody has needed this agent for long: see to its checkpoints, and go."""
         await self._keeper.finish(drain_s)
+        self._neighbours.close()
         deadline = time.monotonic() + TOLD_PATIENCE_S
         while self._link.connected and self._link.unacknowledged and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -299,6 +313,15 @@ class Agent:
         self._store = (number, store)
         self._opened = {"attempt": number, "host": host, "port": store.port}
         self._link.event("store_opened", **self._opened)
+
+    async def _gather(self, order: Message) -> None:
+        """Bring what the workers of an attempt will resume from into this node's own directory."""
+        number = int(order["attempt"])
+        try:
+            await self._neighbours.gather(order)
+        except OSError as error:
+            why = f"node {self.node}: {error}"
+            self._link.event("failure_detected", attempt=number, detected_age_s=0.0, launch=True, detail=why)
 
     def _launch(self, order: Message) -> None:
         number = int(order["context"]["attempt"])

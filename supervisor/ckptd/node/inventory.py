@@ -39,6 +39,8 @@ class Question:
     """The highest commit sequence that the ledger knows of on each tier."""
     suspects: Sequence[Range] = ()
     """Commit sequences, first and last of each branch that the run went back from: not resumed from at all."""
+    floor: int = 0
+    """Commit sequence of what can be resumed from anyway, out of the nodes' own directories: older ones do not count."""
     settle: bool = False
     """Tiers that do not answer have been waited for: go on without them if anything can be resumed from."""
     crew: Crew = field(default_factory=Crew)
@@ -86,15 +88,15 @@ class _Search:
         self.unreachable: list[dict[str, Any]] = []
 
     def run(self) -> dict[str, Any] | None:
-        waiting = list(self._q.tiers)
+        waiting = [tier for tier in self._q.tiers if tier.shared]  # what nodes have for themselves they tell apart
         while waiting:
             tier = waiting.pop(0)
             self._scan(tier)
             newer = max((self._q.expected.get(other.name, 0) for other in waiting), default=0)
-            best = self._best(at_least=newer) if waiting and self._q.expected else None
+            best = self._best(at_least=max(newer, self._q.floor + 1)) if waiting and self._q.expected else None
             if best is not None and best.name not in self._avoid:
                 return self._chosen(best)
-        best = self._best()
+        best = self._best(at_least=self._q.floor + 1 if self._q.floor else 0)
         return None if best is None else self._chosen(best)
 
     @property
@@ -112,11 +114,12 @@ class _Search:
         if not self.unreachable:
             return ""
         told = "; ".join(f"tier {u['tier']!r} cannot be read: {u['problem']}" for u in self.unreachable)
-        if chosen is None:
+        if chosen is None and not self._q.floor:
             return told  # it may hold all there is: nothing begins again from the start on such grounds
         newest = max(u["expected"] for u in self.unreachable)
-        if newest > chosen["sequence"] and not self._q.settle:
-            return f"{told}; it holds a newer commit than all others, {newest} and not {chosen['sequence']}"
+        known = self._q.floor if chosen is None else chosen["sequence"]
+        if newest > known and not self._q.settle:
+            return f"{told}; it holds a newer commit than all others, {newest} and not {known}"
         return ""
 
     # --- looking ---
@@ -224,5 +227,6 @@ class _Search:
             "world_size": marker.world_size,
             "comparable": marker.comparable,
             "run_id": marker.run_id,
+            "files": len(marker.files),
         }
         return chosen if tier is None else {**chosen, "fetched_from": {"tier": found.tier, "path": found.path}}

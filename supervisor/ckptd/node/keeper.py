@@ -63,7 +63,7 @@ class Keeper:
 
         From then on it goes on without a daemon.
         """
-        if not here or len(self.tiers) < 2:
+        if not here or len(self.tiers) < 2 or not all(tier.shared for tier in self.tiers):
             if self._promoter is not None:
                 self._promoter.close()
                 self._promoter = None
@@ -123,7 +123,7 @@ class Keeper:
         question = inventory.Question(
             tiers=self.tiers, run_id=self._run_id, known=order["markers"], avoid=order["avoid"], suspects=suspects,
             expected=order.get("expected", {}), settle=bool(order.get("settle")), crew=self._crew,
-            in_use=self.in_use, fetched=fetched,
+            in_use=self.in_use, fetched=fetched, floor=int(order.get("floor", 0)),
         )  # fmt: skip
         answer = await asyncio.to_thread(inventory.inventory, question)
         self._verified |= {item["path"]: False for item in answer.get("rejected", ())}
@@ -131,12 +131,13 @@ class Keeper:
             self._verified[answer["chosen"]["path"]] = True
         return answer
 
-    async def prune(self, holdings: Holdings) -> None:
-        """Delete what the rules of each tier no longer keep."""
+    async def prune(self, holdings: Holdings, *, shared: bool = True) -> None:
+        """Delete what the rules of each tier no longer keep; `shared`: also of tiers that all nodes see."""
         self._holdings = holdings
         if self._promoter is not None:
             self._promoter.suspects = holdings.suspects
-        await asyncio.gather(*(self._prune_tier(tier, holdings) for tier in self.tiers))
+        tiers = [tier for tier in self.tiers if shared or not tier.shared]
+        await asyncio.gather(*(self._prune_tier(tier, holdings) for tier in tiers))
 
     async def clear_graves(self) -> None:
         """Finish deletions that were cut short."""

@@ -104,7 +104,8 @@ def survey(
     }
     fates = retention.judge(held, rules, protected=protected, live_attempt=holdings.live_attempt)
     items = [_item(found[fate.path], goes=fate.doomed, why=fate.why) for fate in fates]
-    return items + [_item(found[path], goes=False, why=why) for path, why in others.items()]
+    items += [_item(found[path], goes=False, why=why) for path, why in others.items()]
+    return items if tier.shared else [_with_own_size(item, store) for item in items]
 
 
 def _hands_off(found: Found, run_id: str, store: Store) -> str | None:
@@ -117,6 +118,17 @@ def _hands_off(found: Found, run_id: str, store: Store) -> str | None:
     if owner is None:
         return "nothing says which run began it; remove it by hand if none is writing it"
     return None if owner == run_id else f"begun by another run ({owner})"
+
+
+def _with_own_size(item: Item, store: Store) -> Item:
+    """What this node holds of a commit, where each holds a part."""
+    if item.bytes is None:
+        return item
+    try:
+        sizes = store.sizes(name_of(item.path))
+    except OSError:
+        return item
+    return dataclasses.replace(item, bytes=sum(sizes.values()), files=len(sizes))
 
 
 def _item(found: Found, *, goes: bool, why: str) -> Item:

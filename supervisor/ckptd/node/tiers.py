@@ -24,6 +24,8 @@ class Tier:
     keep_every_seconds: float | None = None
     every: int = 1
     """Every how many-th commit of the fastest tier is copied here; of no meaning for the fastest itself."""
+    shared: bool = True
+    """All nodes see the same files there. False: the directory is this node's own, and holds a part of each commit."""
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Tier:

@@ -1,0 +1,163 @@
+"""What does an agent do for other nodes' agents, and have done by them, where each node has tiers of its own?"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from ckptd.link import Message
+from ckptd.node import gather
+from ckptd.node.gather import Source, Wanted
+from ckptd.node.keeper import Keeper
+from ckptd.node.mirror import Mirror
+from ckptd.node.peers import Connection, Peer, PeerServer, send_file
+from ckptd.node.shelf import Shelf
+from ckptd.node.tiers import Tier
+from ckptd.tiers import Crew, NoSuchFile, Pace, StoreError
+from ckptd_shim import contract
+
+READ_PATIENCE_S: Final = 120.0
+"""How long no byte may come out of a tier, or from another node."""
+
+
+class Neighbours:
+    """Lives on the agent's event loop; what reads, sends and fetches is done in threads.
+
+    Args:
+        node: name of this one.
+        run_id: whose checkpoints these are.
+        secret: of the run.
+        keeper: of this agent.
+        emit: tells the daemon of an event, `AgentLink.event`.
+    """
+
+    def __init__(self, *, node: str, run_id: str, secret: bytes, keeper: Keeper, emit: Callable[..., None]) -> None:
+        self._node = node
+        self._run_id = run_id
+        self._secret = secret
+        self._keeper = keeper
+        self._emit = emit
+        self._tiers: dict[str, Tier] = {}
+        self._rate: float | None = None
+        self._crew = Crew()
+        self._shelf = Shelf()
+        self._server: PeerServer | None = None
+        self._mirror: Mirror | None = None
+
+    def configure(self, tiers: list[Tier], bytes_per_s: float | None) -> None:
+        """Use these tiers from now on."""
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._rate = bytes_per_s
+
+    def close(self) -> None:
+        """The agent leaves."""
+        if self._mirror is not None:
+            self._mirror.close()
+        if self._server is not None:
+            self._server.close()
+
+    # --- what the daemon asks for ---
+
+    async def tell_holdings(self, order: Message, address: str) -> None:
+        """Tell what this node has on its own tiers, and where others get it: at `address`."""
+        if self._server is not None and self._server.host != address:
+            self._server.close()
+            self._server = None
+        if self._server is None:
+            self._server = PeerServer(host=address, secret=self._secret, answers={"get": self._get})
+        begun = time.monotonic()
+        holdings: list[dict[str, Any]] = []
+        rejected: list[dict[str, Any]] = []
+        for tier in self._tiers.values():
+            if tier.shared:
+                continue
+            try:
+                told = await asyncio.to_thread(
+                    self._crew.run, f"look through {tier.name}", functools.partial(self._look, tier, order["markers"]),
+                    stall_s=READ_PATIENCE_S,
+                )  # fmt: skip
+            except OSError as error:  # this node has nothing to give; the others and slower tiers may
+                path = tier.directory
+                rejected.append({"step": 0, "tier": tier.name, "path": path, "problem": f"it cannot be read: {error}"})
+                continue
+            holdings += told.holdings
+            rejected += told.rejected
+        self._emit(
+            "holdings_reported", holdings=holdings, rejected=rejected, port=self._server.port,
+            seconds=time.monotonic() - begun,
+        )  # fmt: skip
+
+    def _look(self, tier: Tier, known: dict[str, str], pace: Pace) -> Any:
+        return self._shelf.tell(tier, self._run_id, known, pace)
+
+    async def gather(self, order: Message) -> None:
+        """Have what the node's workers will resume from here. Raises StoreError."""
+        wanted = Wanted(
+            tier=self._own(order["tier"]), name=str(order["name"]), marker_crc32c=str(order["marker_crc32c"]),
+            ranks=[int(rank) for rank in order["ranks"]], world_size=int(order["world_size"]),
+            everything=bool(order["everything"]), sources=[Source.from_dict(source) for source in order["sources"]],
+        )  # fmt: skip
+        done = await asyncio.to_thread(
+            self._crew.run, f"gather {wanted.name}",
+            lambda pace: gather.gather(wanted, shelf=self._shelf, dial=self._dial, in_use=self._keeper.in_use, pace=pace),
+            stall_s=READ_PATIENCE_S,
+        )  # fmt: skip
+        self._emit(
+            "files_gathered",
+            attempt=int(order["attempt"]),
+            fetched=done.fetched,
+            bytes=done.bytes,
+            seconds=done.seconds,
+        )
+
+    def follow(self, order: Message) -> None:
+        """Hold a second copy of what another node's ranks save."""
+        tier = self._own(order["tier"])
+        if self._mirror is not None and self._mirror.tier != tier:
+            self._mirror.close()
+            self._mirror = None
+        if self._mirror is None:
+            self._mirror = Mirror(
+                tier=tier, run_id=self._run_id, crew=self._crew, shelf=self._shelf, in_use=self._keeper.in_use,
+                dial=self._dial, tell=self._from_threads(), bytes_per_s=self._rate,
+            )  # fmt: skip
+            self._mirror.start()
+        self._mirror.follow(Source.from_dict(order["from"]))
+
+    def _from_threads(self) -> Callable[..., None]:
+        loop = asyncio.get_running_loop()
+
+        def tell(kind: str, **event: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the agent has left
+                loop.call_soon_threadsafe(functools.partial(self._emit, kind, **event))
+
+        return tell
+
+    def _dial(self, source: Source) -> Peer:
+        return Peer.dial(node=source.node, host=source.host, port=source.port, secret=self._secret, me=self._node)
+
+    def _own(self, name: Any) -> Tier:
+        tier = self._tiers.get(str(name))
+        if tier is None or tier.shared:
+            raise StoreError(f"node {self._node} has no tier {name!r} of its own")
+        return tier
+
+    # --- what other agents ask for ---
+
+    def _get(self, connection: Connection, request: Message) -> None:
+        """One file of a commit, as it is here."""
+        tier, name, file = self._own(request["tier"]), str(request["name"]), str(request["file"])
+        if contract.parse_checkpoint_dirname(name) is None or file != os.path.basename(file) or file in ("", ".", ".."):
+            raise StoreError(f"{name}/{file} is no file of a checkpoint")
+        store = tier.store()
+        with self._keeper.in_use.hold(store.path(name)):
+            size = store.sizes(name).get(file)
+            if size is None or size < 0:
+                raise NoSuchFile(f"node {self._node} has no file {store.path(name)}/{file}")
+            with store.reading(name, file) as reader:
+                send_file(connection, reader, size)
