@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 
 from ckptd import __version__, link, orders, status
 from ckptd.agents import Agents, Session, Sessions
+from ckptd.allocation import AllocationWatch
 from ckptd.clock import RunClock, clocked_by
 from ckptd.consult import Consultations
 from ckptd.core import events, picture, tierbook
@@ -70,9 +71,12 @@ class Daemon:
     def __init__(
         self, *, spec: JobSpec, run_dir: RunDir, run_id: str, ledger: Ledger, launcher: Launcher | RemoteLauncher,
         socket_path: str, door: Door | None = None, drill: contract.Drill | contract.RestoreDrill | None = None,
-        notifier: Notifier | None = None,
+        notifier: Notifier | None = None, allocation: AllocationWatch | None = None,
     ) -> None:  # fmt: skip
-        """`door`: where agents on other machines dial, with a launcher that starts them there."""
+        """`door`: where agents on other machines dial, with a launcher that starts them there.
+
+        `allocation`: what Slurm says of the nodes, and for how long it lends them.
+        """
         self.spec = spec
         self.run_dir = run_dir
         self.run_id = run_id
@@ -82,6 +86,7 @@ class Daemon:
         self._journal = Journal(ledger, acknowledge=self._acknowledge, tell=self._note)
         self._socket_path = socket_path
         self._door = door
+        self._allocation = allocation
         self._drill = drill
         self._notifier = notifier or Notifier()
         self._detaching = False
@@ -125,6 +130,8 @@ class Daemon:
             self.picture = picture.apply(self.picture, event)
             last = clocked_by(last, event)
             self._watch.saw(event)
+            if self._allocation is not None:
+                self._allocation.saw(event)
             if isinstance(event, events.DaemonStarted):
                 anchor = event
             elif isinstance(event, events.SaveCommitted | events.CheckpointCopied):
@@ -153,6 +160,8 @@ class Daemon:
     def _fold(self, event: events.Event) -> None:
         self.picture = picture.apply(self.picture, event)
         self._watch.saw(event)
+        if self._allocation is not None:
+            self._allocation.saw(event)
         if isinstance(event, events.AttemptLaunched):
             self._control = None
             self._steer = None
@@ -181,6 +190,9 @@ class Daemon:
                     epoch=self._door.epoch if self._door is not None else 0,
                 )
             )  # fmt: skip
+            if self._allocation is not None:
+                for event in self._allocation.departed(self.picture.run, self.clock.now()):
+                    self.happened(event)
             self._notifier.ready()
             await self._until_ended()
             await self._rehearsal.close()
@@ -219,6 +231,7 @@ class Daemon:
         self.agents.mind(self.picture.run)
         self._look_at_home()
         self._look_at_ranks()
+        self._look_at_allocation()
         self._journal.retry()
         self._act()
 
@@ -291,6 +304,16 @@ class Daemon:
                 "Checkpoints are kept; `ckptd run` goes on from the newest as a new run, without this one's history",
             )
             self.request("stop", source="removed run directory", exit_status=ExitStatus.REQUEUE)
+
+    def _look_at_allocation(self) -> None:
+        """Whether Slurm takes nodes out of use, and whether its time is over."""
+        if self._allocation is None or self.picture.run.status is Status.ENDED:
+            return
+        for event in self._allocation.changed(self.picture.run, self.clock.now()):
+            self.happened(event)
+        stop = self._allocation.stop(self.picture, self.clock.now())
+        if stop is not None:
+            self.happened(stop)
 
     def _look_at_ranks(self) -> None:
         """Whether they still move, and, now and then, where they are."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import socket
 import subprocess
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -38,8 +40,10 @@ class Door:
         return int(self.sock.getsockname()[1])
 
 
-def open_door(spec: JobSpec, run_dir: RunDir, *, epoch: int) -> Door:
+def open_door(spec: JobSpec, run_dir: RunDir, *, epoch: int, known: Mapping[str, str] | None = None) -> Door:
     """Bind `cluster.listen`, or an address that reaches the hosts. A daemon before this one had the same port, if possible.
+
+    `known`: host -> its address or network name, where ssh has no say in that; others are looked up by their own names.
 
     Agents that live dial the port that they know; where it is taken now, they are told the new one by whoever starts
     agents (see `node.arrival`).
@@ -52,7 +56,7 @@ def open_door(spec: JobSpec, run_dir: RunDir, *, epoch: int) -> Door:
     host, port = _wanted(spec)
     names = [entry.host for entry in spec.cluster.hosts]
     if host in _ANYWHERE:
-        addresses = _addresses(names)
+        addresses = _addresses(names, known)
         found = set(addresses.values())
         if not found:
             raise PortTaken(
@@ -100,17 +104,28 @@ def _bound(host: str, port: int, before: int | None) -> socket.socket:
         raise PortTaken(f"cluster.listen: {where} cannot be listened on: {os.strerror(error.errno or 0)}") from None
 
 
-def _addresses(hosts: list[str]) -> dict[str, str]:
+def _addresses(hosts: list[str], known: Mapping[str, str] | None) -> dict[str, str]:
     """The address of this machine that each host would see; hosts of which that is not known are left out."""
+
+    def towards(host: str) -> str | None:
+        return _address_towards(_real_name(host) if known is None else known.get(host, host))
+
     with ThreadPoolExecutor(LOOK_UPS) as pool:
-        found = dict(zip(hosts, pool.map(_address_towards, hosts), strict=True))
-    return {host: address for host, address in found.items() if address is not None}
+        answers = dict(zip(hosts, pool.map(towards, hosts), strict=True))
+    found = {host: address for host, address in answers.items() if address is not None}
+    outside = next((address for address in found.values() if not _is_loopback(address)), None)
+    # A node that is this machine, as the first one of an allocation is: its store would be where only it can reach.
+    return {host: outside if outside and _is_loopback(address) else address for host, address in found.items()}
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _address_towards(host: str) -> str | None:
     """Which address this machine would use towards a host: the routes know. Nothing is sent."""
     try:
-        known = socket.getaddrinfo(_real_name(host), 9, type=socket.SOCK_DGRAM)
+        known = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
     for family, kind, protocol, _, address in known:

@@ -191,4 +191,4 @@ class Fleet(Sessions):
                 self._remote.end(node)
             while any(map(self._remote.busy, silent)) and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
-        self._remote.close()
+        await asyncio.to_thread(self._remote.close, over=not self.superseded)

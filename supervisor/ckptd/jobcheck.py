@@ -204,13 +204,13 @@ def _about_devices(spec: JobSpec) -> Iterator[_Finding]:
     def at(*names: str) -> list[Key]:
         return [("cluster", name) for name in names]
 
-    if c.launcher == "slurm":
-        yield _Finding("launcher 'slurm' is not available yet; this version has 'local' and 'ssh'", at("launcher"))
     if c.hosts and c.launcher != "ssh":
         yield _Finding("only the ssh launcher takes hosts", at("hosts", "launcher"))
     if c.launcher == "ssh":
         yield from _about_hosts(spec)
-    elif c.listen is not None and c.launcher == "local":
+    if c.launcher != "local":
+        yield from _about_fences(spec)
+    elif c.listen is not None:
         yield _Finding("the local launcher has no other machine that could dial", at("listen", "launcher"))
     if c.spares and c.launcher == "local":
         yield _Finding("the local launcher has one node, none to spare", at("spares", "launcher"))
@@ -247,12 +247,6 @@ def _about_hosts(spec: JobSpec) -> Iterator[_Finding]:
     if c.spares and c.spares >= len(c.hosts) > 0:
         message = f"{c.spares} of {len(c.hosts)} hosts leaves none to train on"
         yield _Finding(message, [("cluster", "spares"), hosts])
-    if c.fence_timeout > c.heartbeat_timeout - FENCE_MARGIN_S:
-        message = (
-            f"{format_duration(c.fence_timeout)} is not {FENCE_MARGIN_S:g}s below heartbeat_timeout, "
-            f"{format_duration(c.heartbeat_timeout)}: a node must have ended what it carries before it counts as lost"
-        )
-        yield _Finding(message, [("cluster", "fence_timeout"), ("cluster", "heartbeat_timeout")])
     known = [host.devices or c.devices_per_node for host in c.hosts]
     if c.hosts and all(isinstance(count, int) for count in known):
         total = sum(sorted((int(count) for count in known), reverse=True)[: max(1, len(known) - c.spares)])
@@ -272,6 +266,16 @@ def _about_hosts(spec: JobSpec) -> Iterator[_Finding]:
         if tier.shared and NODE_IN_PATH in (tier.path or ""):
             message = f"nodes that see the same files have one path: leave out `shared: true`, or {NODE_IN_PATH}"
             yield _Finding(message, [(*key, "path"), (*key, "shared")])
+
+
+def _about_fences(spec: JobSpec) -> Iterator[_Finding]:
+    c = spec.cluster
+    if c.fence_timeout > c.heartbeat_timeout - FENCE_MARGIN_S:
+        message = (
+            f"{format_duration(c.fence_timeout)} is not {FENCE_MARGIN_S:g}s below heartbeat_timeout, "
+            f"{format_duration(c.heartbeat_timeout)}: a node must have ended what it carries before it counts as lost"
+        )
+        yield _Finding(message, [("cluster", "fence_timeout"), ("cluster", "heartbeat_timeout")])
 
 
 def _about_batch(spec: JobSpec) -> Iterator[_Finding]:

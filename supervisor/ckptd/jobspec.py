@@ -72,7 +72,7 @@ class Cluster(_Model):
     launcher: Annotated[Literal["local", "ssh", "slurm"], BeforeValidator(read_text)] = "local"
     """How a node agent is started."""
     hosts: list[Annotated[Host, PlainValidator(read_host)]] = []
-    """The machines that the ssh launcher starts agents on, in the order in which they take ranks."""
+    """The machines that the ssh launcher starts agents on, in the order in which they take ranks. Slurm names its own."""
     listen: Annotated[str, BeforeValidator(read_listen)] | None = None
     """`host:port` that agents on other machines dial; null: an address that reaches them, on a free port."""
     heartbeat_timeout: Positive = 30.0
@@ -361,7 +361,7 @@ class JobSpec(_Model):
             global_batch=self.batch.global_batch if self.batch else None,
             micro_batch=self.batch.micro_batch if self.batch else None,
             wait_for_devices_s=self.cluster.wait_for_devices,
-            nodes=tuple(host.host for host in self.cluster.hosts) if self.cluster.launcher == "ssh" else (),
+            nodes=tuple(host.host for host in self.cluster.hosts),
             spares=self.cluster.spares,
             orphan_timeout_s=self.cluster.orphan_timeout,
             interval_s=interval if isinstance(interval, float) else None,
@@ -385,6 +385,32 @@ class JobSpec(_Model):
             prior_failures=prior.failures,
             prior_device_seconds=prior.device_seconds,
         )
+
+    def on_nodes(self, names: list[str]) -> JobSpec:
+        """The same job on nodes that job.yaml does not name, because they are those of an allocation.
+
+        Raises:
+            JobSpecError: job.yaml asks for what so many nodes cannot give.
+        """
+        cluster, count = self.cluster, len(names)
+        problems = []
+        if cluster.spares >= count:
+            problems.append(
+                f"cluster.spares: {cluster.spares} of the {count} nodes of the allocation leaves none to train on"
+            )
+        least = max(cluster.min_devices, cluster.multiple_of)
+        if isinstance(cluster.devices_per_node, int) and not problems:
+            total = cluster.devices_per_node * (count - cluster.spares)
+            if total < least:
+                problems.append(f"cluster.min_devices: the {total} devices of the allocation are less than {least}")
+        if count > 1 and self.checkpoint.tiers and not self.checkpoint.tiers[0].shared:
+            problems.append(
+                "checkpoint.tiers[0].shared: every node must see the same files here: say `shared: true` if they do"
+            )
+        if problems:
+            raise JobSpecError([f"{self._source or 'job.yaml'}: {problem}" for problem in problems])
+        hosts = [Host(host=name) for name in names]
+        return self.model_copy(update={"cluster": cluster.model_copy(update={"hosts": hosts})})
 
     def frozen_text(self) -> bytes:
         """The file to keep in the run directory: its own text below a line that says where its paths start from."""

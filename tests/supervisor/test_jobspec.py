@@ -326,7 +326,7 @@ class TestWrong:
                 "cluster: {launcher: lokal}",
                 "cluster.launcher: 'lokal' is not one of local, ssh, slurm; did you mean 'local'?",
             ),
-            ("cluster: {launcher: slurm}", "cluster.launcher: launcher 'slurm' is not available yet"),
+            ("cluster: {launcher: slurm, hosts: [a]}", "cluster.hosts: only the ssh launcher takes hosts"),
             ("cluster: {launcher: ssh, devices_per_node: 2}", "cluster.hosts: the ssh launcher needs them"),
             (
                 "cluster: {launcher: ssh, hosts: [-oProxyCommand=x]}",
@@ -347,7 +347,7 @@ class TestWrong:
                 "checkpoint.tiers[0].shared: say `shared: true` if every node sees the same files",
             ),
             ("cluster: {listen: ':7000'}", "cluster.listen: the local launcher has no other machine"),
-            ("cluster: {launcher: slurm}", "cluster.launcher: launcher 'slurm' is not available yet"),
+            ("cluster: {launcher: slurm, fence_timeout: 26s}", "cluster.fence_timeout: 26s is not 5s below"),
             ("cluster: {hosts: [a]}", "cluster.hosts: only the ssh launcher takes hosts"),
             ("cluster: {spares: 1}", "cluster.spares: the local launcher has one node"),
             ("cluster: {max_devices: 2, multiple_of: 4}", "cluster.max_devices: 2 is less than multiple_of, 4"),

@@ -33,7 +33,26 @@ exec sh -c "$*"
 """
 
 
-class Nodes(Job):
+class NodesJob(Job):
+    """What can be seen of a run on several nodes that share the run directory."""
+
+    def agent(self, host: str) -> Process:
+        record = json.loads((self.run_dir / node_file("agent", host, "json")).read_text())
+        return Process(record["pid"], record["start_time"])
+
+    def workers_on(self, host: str, attempt: int) -> dict[int, int]:
+        """rank -> pid."""
+        started = [e for e in self.of(ev.WorkersStarted) if e.attempt == attempt and e.node == host]
+        return {int(rank): worker["pid"] for e in started for rank, worker in e.workers.items()}
+
+    def alive_on(self, host: str, attempt: int) -> list[int]:
+        """Pids of an attempt's workers on a node that live."""
+        started = [e for e in self.of(ev.WorkersStarted) if e.attempt == attempt and e.node == host]
+        workers = [Process(w["pid"], w["start_time"]) for e in started for w in e.workers.values()]
+        return [w.pid for w in workers if processes.alive(w)]
+
+
+class Nodes(NodesJob):
     """One run on `hosts`, with one device each where nothing else is said."""
 
     def __init__(self, directory: Path, *args: str, hosts: tuple[Any, ...] = HOSTS, **sections: Any) -> None:
@@ -59,18 +78,3 @@ class Nodes(Job):
 
     def mend(self, host: str) -> None:
         (self.bin / f"cut-{host}").unlink()
-
-    def agent(self, host: str) -> Process:
-        record = json.loads((self.run_dir / node_file("agent", host, "json")).read_text())
-        return Process(record["pid"], record["start_time"])
-
-    def workers_on(self, host: str, attempt: int) -> dict[int, int]:
-        """rank -> pid."""
-        started = [e for e in self.of(ev.WorkersStarted) if e.attempt == attempt and e.node == host]
-        return {int(rank): worker["pid"] for e in started for rank, worker in e.workers.items()}
-
-    def alive_on(self, host: str, attempt: int) -> list[int]:
-        """Pids of an attempt's workers on a node that live."""
-        started = [e for e in self.of(ev.WorkersStarted) if e.attempt == attempt and e.node == host]
-        workers = [Process(w["pid"], w["start_time"]) for e in started for w in e.workers.values()]
-        return [w.pid for w in workers if processes.alive(w)]

@@ -15,6 +15,7 @@ import uuid
 import click
 
 from ckptd import jobhost, jobprior, jobspec, rescue, space
+from ckptd.allocation import AllocationWatch
 from ckptd.cli import _text
 from ckptd.core import events
 from ckptd.core.policy import Policy
@@ -22,8 +23,8 @@ from ckptd.core.run import Status
 from ckptd.daemon import NOTHING_LIVES, Daemon
 from ckptd.door import Door, open_door
 from ckptd.errors import ExitStatus, JobSpecError, PortTaken
-from ckptd.launchers import ssh
-from ckptd.launchers.base import Launcher, RemoteLauncher
+from ckptd.launchers import slurm, ssh
+from ckptd.launchers.base import Job, Launcher, RemoteLauncher
 from ckptd.launchers.local import LocalLauncher
 from ckptd.ledger import Ledger
 from ckptd.notify import Notifier
@@ -112,6 +113,10 @@ def run(job: str, take_over: bool) -> int:
     """Run the job described by JOB (default: job.yaml) until it is over; started again, it goes on where it was."""
     notifier = Notifier.from_environment()
     spec = jobspec.load(job)
+    allocation = None
+    if spec.cluster.launcher == "slurm":
+        allocation = slurm.find_allocation(os.environ)
+        spec = spec.on_nodes(allocation.nodes)
     run_dir = RunDir(spec.run_dir_path)
     no_prior = None
     try:
@@ -122,12 +127,12 @@ def run(job: str, take_over: bool) -> int:
         no_prior = error
     run_dir.create()
     with run_dir.acquire_lock(take_over=take_over), rescue.opened(run_dir, spec) as ledger:
-        return _supervise(spec, run_dir, ledger, notifier, no_prior, take_over=take_over)
+        return _supervise(spec, run_dir, ledger, notifier, no_prior, take_over=take_over, allocation=allocation)
 
 
 def _supervise(
     spec: jobspec.JobSpec, run_dir: RunDir, ledger: Ledger, notifier: Notifier, no_prior: JobSpecError | None,
-    *, take_over: bool = False,
+    *, take_over: bool = False, allocation: slurm.Allocation | None = None,
 ) -> int:  # fmt: skip
     terminal = Terminal()
     logging.basicConfig(level=logging.WARNING, handlers=[_TerminalLog(terminal)])
@@ -147,10 +152,15 @@ def _supervise(
     run_id = run_id or uuid.uuid4().hex[:12]
     run_dir.freeze_job(spec.frozen_text())
     socket_path = run_dir.socket_path()
-    launcher, door = _launcher(spec, run_dir, run_id, socket_path, epoch=epoch + 1 if take_over else epoch)
+    watch = None
+    if allocation is not None:
+        watch = AllocationWatch(allocation, environ=os.environ, stop_grace_s=spec.restart.stop_grace)
+    launcher, door = _launcher(
+        spec, run_dir, run_id, socket_path, epoch=epoch + 1 if take_over else epoch, allocation=allocation, watch=watch
+    )
     daemon = Daemon(
         spec=spec, run_dir=run_dir, run_id=run_id, ledger=ledger, launcher=launcher, socket_path=socket_path, door=door,
-        notifier=notifier,
+        notifier=notifier, allocation=watch,
     )  # fmt: skip
     state = daemon.picture.run
     if state.status is Status.ENDED and state.outcome is not None and state.outcome.outcome == "finished":
@@ -171,10 +181,14 @@ def _supervise(
     for warning in (ledger.warning, jobhost.idle_devices(spec), stale, *space.notes(spec)):
         if warning:
             terminal.say(f"warning: {warning}")
+    if watch is not None:
+        watch.start()
     try:
         status = asyncio.run(_run(daemon, terminal, notifier))
         _farewell(daemon, terminal)
     finally:
+        if watch is not None:
+            watch.close()
         if web is not None:
             web.close()
         terminal.close()
@@ -182,8 +196,9 @@ def _supervise(
 
 
 def _launcher(
-    spec: jobspec.JobSpec, run_dir: RunDir, run_id: str, socket_path: str, *, epoch: int
-) -> tuple[Launcher | RemoteLauncher, Door | None]:
+    spec: jobspec.JobSpec, run_dir: RunDir, run_id: str, socket_path: str, *, epoch: int,
+    allocation: slurm.Allocation | None, watch: AllocationWatch | None,
+) -> tuple[Launcher | RemoteLauncher, Door | None]:  # fmt: skip
     """What starts the agents, and where those on other machines dial."""
     wanted = spec.cluster.devices_per_node
     devices = None if wanted == "auto" else wanted
@@ -193,11 +208,13 @@ def _launcher(
             devices=devices,
         )  # fmt: skip
         return local, None
-    door = open_door(spec, run_dir, epoch=epoch)
-    job = ssh.Job(
+    door = open_door(spec, run_dir, epoch=epoch, known=None if allocation is None else allocation.addresses)
+    job = Job(
         run_dir=str(run_dir.path), run_id=run_id, workdir=str(spec.workdir_path), python=spec.python_path,
         devices=devices, secret=door.secret, port=door.port, epoch=door.epoch,
     )  # fmt: skip
+    if allocation is not None and watch is not None:
+        return slurm.SlurmLauncher(job=job, allocation=allocation, addresses=door.addresses, down=watch.down), door
     return ssh.SshLauncher(job=job, hosts=spec.cluster.hosts, addresses=door.addresses), door
 
 

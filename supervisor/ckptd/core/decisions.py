@@ -202,7 +202,10 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
                 placement={name: list(indices) for name, indices in chosen.devices.items()},
                 resume=resume,
                 grounds=state.grounds,
-                devices_wanted=placement.wanted_of({n: node.devices for n, node in state.nodes.items()}, state.policy),
+                devices_wanted=placement.wanted_of(
+                    {n: node.devices for n, node in state.nodes.items() if n in (state.policy.nodes or state.nodes)},
+                    state.policy,
+                ),
             )
         )
     ]

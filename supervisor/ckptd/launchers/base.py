@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+from ckptd import __version__
 
 
 class Launcher(Protocol):
@@ -28,6 +30,33 @@ class Launcher(Protocol):
     def why_dead(self, node: str) -> str:
         """What the dead agent left to say, for people."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What an agent on another machine needs to know before it dials."""
+
+    run_dir: str
+    run_id: str
+    workdir: str
+    python: str
+    """Interpreter where a host names none of its own."""
+    devices: int | None
+    """How many devices a node has where a host says nothing; None: the GPUs that are found."""
+    secret: bytes
+    port: int
+    epoch: int
+
+    def order(
+        self, what: Literal["start", "kill"], *, node: str | None, host: str, devices: int | None = None,
+        replace: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """What is to be done on a node, as `ckptd.node.arrival` reads it. `host`: the address to dial."""
+        return {
+            "do": what, "version": __version__, "run_dir": self.run_dir, "run_id": self.run_id, "node": node,
+            "workdir": self.workdir, "devices": devices or self.devices, "secret": self.secret.hex(),
+            "replace": replace, "dial": {"host": host, "port": self.port, "epoch": self.epoch},
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +99,6 @@ class RemoteLauncher(Protocol):
         """What came of the last `start`, once."""
         ...
 
-    def close(self) -> None:
-        """Give up what is under way."""
+    def close(self, *, over: bool) -> None:
+        """Give up what is under way; may block. `over`: the run is, and no agent is wanted any more."""
         ...

@@ -12,12 +12,11 @@ import logging
 import shlex
 import subprocess
 import threading
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ckptd import __version__
 from ckptd.jobscalars import Host
-from ckptd.launchers.base import Arrival
+from ckptd.launchers.base import Arrival, Job
 from ckptd.units import shortened
 
 log = logging.getLogger(__name__)
@@ -32,22 +31,6 @@ OPTIONS = (
     "-o", "ServerAliveCountMax=6",
 )  # fmt: skip
 """Nobody is there to type a password; and a host that vanishes in the middle is not waited for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What an agent needs to know before it dials."""
-
-    run_dir: str
-    run_id: str
-    workdir: str
-    python: str
-    """Interpreter where a host names none of its own."""
-    devices: int | None
-    """How many devices a node has where a host says nothing; None: the GPUs that are found."""
-    secret: bytes
-    port: int
-    epoch: int
 
 
 class SshLauncher:
@@ -82,19 +65,15 @@ class SshLauncher:
         call.told = True
         return call.arrival
 
-    def close(self) -> None:
+    def close(self, *, over: bool) -> None:  # noqa: ARG002  no agent of ours hangs on a call
         for call in self._calls.values():
             call.abandon()
 
-    def _call(self, node: str, what: str, *, replace: bool) -> None:
+    def _call(self, node: str, what: Literal["start", "kill"], *, replace: bool) -> None:
         if self.busy(node):
             return
         host, job = self._hosts[node], self._job
-        wanted = {
-            "do": what, "version": __version__, "run_dir": job.run_dir, "run_id": job.run_id, "node": node,
-            "workdir": job.workdir, "devices": host.devices or job.devices, "secret": job.secret.hex(),
-            "replace": replace, "dial": {"host": self._addresses[node], "port": job.port, "epoch": job.epoch},
-        }  # fmt: skip
+        wanted = job.order(what, node=node, host=self._addresses[node], devices=host.devices, replace=replace)
         call = _Call(node, host.python or job.python, json.dumps(wanted).encode() + b"\n", self._places)
         self._calls[node] = call
         # Daemon threads: a host that hangs must not hold the end of this process.

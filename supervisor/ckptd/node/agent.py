@@ -622,6 +622,7 @@ def main() -> None:
         sys.exit(arrival.main())
     options = json.loads(sys.argv[1])
     ready_fd = options.pop("ready_fd", None)
+    ready_says = options.pop("ready_says", "ready")
     if options.pop("secret_on_stdin", False):
         options["secret"] = parse_secret(sys.stdin.readline().strip(), where="standard input")
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -632,6 +633,6 @@ def main() -> None:
         print(f"ckptd: {error}", file=sys.stderr)
         sys.exit(int(error.exit_status))
     if ready_fd is not None:
-        os.write(ready_fd, b"ready\n")
+        os.write(ready_fd, f"{ready_says}\n".encode())
         os.close(ready_fd)
     agent.run()

@@ -1,8 +1,11 @@
-"""How does an agent come to be on a node that somebody reached, through ssh for one? `python -m ckptd.node --stdin`.
+"""How does an agent come to be on a node that somebody reached, through ssh or srun? `python -m ckptd.node --stdin`.
 
 One JSON object on standard input says what is wanted; the answer is one line on standard output, after `MARK`, since a
 login shell may have said things of its own before. The agent runs in a session of its own, without a terminal, and with a
 log of its own: it outlives the connection that started it. One that lives already is told where to dial, and left alone.
+
+Under Slurm nothing outlives the task that started it. There (`stay`) this process itself becomes the agent, and answers
+once it is one.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from ckptd import __version__
 from ckptd.node import dialling, processes
@@ -43,19 +46,33 @@ class NotThere(Exception):
 
 def main() -> int:
     """Do what standard input asks for, and answer."""
+    node = None
     try:
         wanted = json.loads(sys.stdin.readline())
+        node = wanted["node"] = wanted["node"] or _name_by_slurm()
+        wanted["dial"]["host"] = wanted.get("hosts", {}).get(node, wanted["dial"]["host"])
         answer: Json = {"ok": True, **act(wanted)}
     except NotThere as error:
         answer = {"ok": False, "why": str(error), "superseded": error.superseded}
     except (OSError, ValueError, KeyError, TypeError) as error:
         answer = {"ok": False, "why": f"{type(error).__name__}: {error}"}
-    print(MARK + json.dumps(answer), flush=True)
+    print(MARK + json.dumps({"node": node, **answer}), flush=True)
     return 0 if answer["ok"] else 1
+
+
+def _name_by_slurm() -> str:
+    """The name of this node. One order goes to all tasks of a step, each of which knows where it is."""
+    name = os.environ.get("SLURMD_NODENAME")
+    if not name:
+        raise NotThere("SLURMD_NODENAME is not set there: Slurm did not start this")
+    return name
 
 
 def act(wanted: Json) -> Json:
     """`{"do": "start" | "kill", "version", "run_dir", "run_id", "node", "workdir", "devices", "dial", "secret", "replace"}`.
+
+    And, optionally, `stay`. `main` also understands `node: null`, which means the name that Slurm gives to the task's node,
+    and `hosts`, which names other addresses to dial for some of the nodes.
 
     Returns `{"pid", "before"}`: `before` says what was found of an earlier agent: `none`, `alive` (it goes on), `dead`, or
     `killed` (because of `replace`).
@@ -108,6 +125,8 @@ def _start(wanted: Json) -> Json:
                 return {"pid": earlier.pid, "before": "alive"}
             _end(earlier)
             before = "killed"
+    if wanted.get("stay"):
+        _become(wanted, before)
     return {"pid": _launch(wanted), "before": before}
 
 
@@ -144,31 +163,69 @@ def _boot() -> str:
         return file.read().strip()
 
 
-def _launch(wanted: Json) -> int:
-    run_dir, node = str(wanted["run_dir"]), str(wanted["node"])
-    log_path = os.path.join(run_dir, node_file("agent", node, "log"))
-    read_end, write_end = os.pipe()
-    options = {
-        "run_dir": run_dir, "run_id": wanted["run_id"], "node": node, "devices_wanted": wanted["devices"],
-        "secret_on_stdin": True, "ready_fd": write_end,
-    }  # fmt: skip
-    unwanted = (contract.ENV_ATTEMPT, contract.ENV_LAUNCH)
-    inherited = {key: value for key, value in os.environ.items() if key not in unwanted}
+def _record(wanted: Json, pid: int) -> None:
+    identity = processes.identify(pid)
+    if identity is not None:
+        record = {"pid": identity.pid, "start_time": identity.start_time, "boot": _boot()}
+        path = _record_path(str(wanted["run_dir"]), str(wanted["node"]))
+        contract.write_atomically(path, json.dumps(record).encode())
+
+
+def _workdir(wanted: Json) -> str:
     workdir = str(wanted["workdir"])
     if not os.path.isdir(workdir):
         raise NotThere(f"there is no directory {workdir} there, which job.yaml names as workdir")
+    return workdir
+
+
+def _log_path(wanted: Json) -> str:
+    return os.path.join(str(wanted["run_dir"]), node_file("agent", str(wanted["node"]), "log"))
+
+
+def _command(wanted: Json, **more: Any) -> list[str]:
+    options = {
+        "run_dir": wanted["run_dir"], "run_id": wanted["run_id"], "node": wanted["node"],
+        "devices_wanted": wanted["devices"], "secret_on_stdin": True, **more,
+    }  # fmt: skip
+    return [sys.executable, "-m", "ckptd.node", json.dumps(options)]
+
+
+def _environment(wanted: Json) -> dict[str, str]:
+    unwanted = (contract.ENV_ATTEMPT, contract.ENV_LAUNCH)
+    inherited = {key: value for key, value in os.environ.items() if key not in unwanted}
+    return {**inherited, contract.ENV_RUN_ID: str(wanted["run_id"]), contract.ENV_NODE: str(wanted["node"])}
+
+
+def _become(wanted: Json, before: str) -> NoReturn:
+    """Be the agent: same process, same place in whatever started it."""
+    os.chdir(_workdir(wanted))
+    log = os.open(_log_path(wanted), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    _record(wanted, os.getpid())
+    read_end, write_end = os.pipe()
+    os.write(write_end, f"{wanted['secret']}\n".encode())  # a pipe takes far more
+    os.close(write_end)
+    answer_fd = os.dup(1)
+    os.set_inheritable(answer_fd, True)
+    for given, wanted_fd in ((read_end, 0), (log, 1), (log, 2)):
+        os.dup2(given, wanted_fd)
+    answer = {"node": wanted["node"], "ok": True, "pid": os.getpid(), "before": before}
+    command = _command(wanted, ready_fd=answer_fd, ready_says=MARK + json.dumps(answer))
+    os.execve(sys.executable, command, _environment(wanted))  # noqa: S606  no shell is wanted
+
+
+def _launch(wanted: Json) -> int:
+    log_path = _log_path(wanted)
+    workdir = _workdir(wanted)
+    read_end, write_end = os.pipe()
     with open(log_path, "ab") as log:
         agent = subprocess.Popen(
-            [sys.executable, "-m", "ckptd.node", json.dumps(options)],
+            _command(wanted, ready_fd=write_end),
             cwd=workdir,
-            env={**inherited, contract.ENV_RUN_ID: str(wanted["run_id"]), contract.ENV_NODE: node},
+            env=_environment(wanted),
             stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[write_end], start_new_session=True,
         )  # fmt: skip
     os.close(write_end)
-    identity = processes.identify(agent.pid)
-    if identity is not None:
-        record = {"pid": identity.pid, "start_time": identity.start_time, "boot": _boot()}
-        contract.write_atomically(_record_path(run_dir, node), json.dumps(record).encode())
+    _record(wanted, agent.pid)
     assert agent.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         agent.stdin.write(f"{wanted['secret']}\n".encode())
