@@ -39,6 +39,8 @@ class AllocationWatch:
     ) -> None:  # fmt: skip
         self.nodes = list(allocation.nodes)
         self.job_id = allocation.job_id
+        self.identity = f"{allocation.job_id}.{environ.get('SLURM_RESTART_COUNT') or 0}"
+        """A job that is queued again keeps its number, and gets another allocation."""
         self._nodelist = allocation.nodelist
         self._stop_grace_s = stop_grace_s
         self._now = now

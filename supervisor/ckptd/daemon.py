@@ -111,8 +111,7 @@ class Daemon:
         else:
             self.agents = Fleet(
                 launcher=cast("RemoteLauncher", launcher), run_id=run_id, happened=self.happened, now=self.clock.now,
-                heartbeat_s=spec.cluster.heartbeat_timeout,
-                adopting=self.picture.run.status not in NOTHING_LIVES and not door.moved,
+                heartbeat_s=spec.cluster.heartbeat_timeout, adopting=self._agents_may_live and not door.moved,
             )  # fmt: skip
         self.agents.stop_patience_s += spec.restart.stop_grace
         self._rehearsal = Rehearsal(run_dir=str(run_dir.path), done=self.happened, now=self.clock.now)
@@ -120,6 +119,16 @@ class Daemon:
         """Checkpoints that somebody else reads, to when they are not to be deleted, by the monotonic clock."""
         self._consultations = Consultations(self.agents)
         self._upkeep = Upkeep(self, self._consultations)
+
+    @property
+    def _allocation_id(self) -> str:
+        return self._allocation.identity if self._allocation is not None else ""
+
+    @property
+    def _agents_may_live(self) -> bool:
+        """Agents of a daemon before this one, in the same allocation if in any, which dial by themselves."""
+        state = self.picture.run
+        return state.status not in NOTHING_LIVES and state.allocation == self._allocation_id
 
     # --- history and time ---
 
@@ -187,7 +196,7 @@ class Daemon:
                 events.DaemonStarted(
                     t=self.clock.now(), policy=self.spec.policy(self.run_id).to_dict(), pid=os.getpid(),
                     host=socket.gethostname(), version=__version__, boot_id=boot_id(), mono=time.monotonic(),
-                    epoch=self._door.epoch if self._door is not None else 0,
+                    epoch=self._door.epoch if self._door is not None else 0, allocation=self._allocation_id,
                 )
             )  # fmt: skip
             if self._allocation is not None:

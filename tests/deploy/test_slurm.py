@@ -1,4 +1,4 @@
-"""The batch script, run by bash as slurmd does, with Slurm's `scontrol` played by a file that is written."""
+"""The batch script, run by bash as slurmd does. Slurm's `scontrol` only writes down what it is asked, and `squeue` reads a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def batch(tmp_path):
     programs.mkdir()
     asked = tmp_path / "asked"
     paths = os.pathsep.join(p for p in sys.path if p.endswith(("supervisor", "trainer_shim")))
+    (tmp_path / "state").write_text("RUNNING")
     for name, text in (
+        ("squeue", f"cat {tmp_path / 'state'}"),
         ("ckptd", f'PYTHONPATH={paths} exec {sys.executable} -m ckptd "$@"'),
         ("scontrol", f'echo "$@" >> {asked}'),
     ):
@@ -70,4 +72,20 @@ def test_a_job_that_is_wrong_is_not_queued_again(make_job, batch):
     job.path.write_text("version: 1\n")
     asked = batch(job)
     assert job.wait() == 78, job.output()
+    assert asked.read_text() == ""
+
+
+def test_a_daemon_that_is_killed_is_started_again_and_a_cancelled_job_is_not_queued_again(make_job, batch, tmp_path):
+    job = make_job("--steps", "100000", "--pause", "0.02", devices=1, checkpoint={"interval": {"steps": 100000}})
+    asked = batch(job)
+    job.wait_for(ev.FirstStep)
+    os.kill(job.of(ev.DaemonStarted)[0].pid, signal.SIGKILL)
+    job.wait_until(lambda: len(job.of(ev.AgentConnected)) == 2, "the agent has dialled the next daemon")
+    assert len(job.of(ev.AttemptLaunched)) == 1
+
+    (tmp_path / "state").write_text("COMPLETING")  # as after scancel, which sends SIGTERM to all that there is
+    os.kill(job.of(ev.DaemonStarted)[-1].pid, signal.SIGTERM)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 75, job.output()
+    assert job.of(ev.SaveCommitted)[-1].step == max(job.losses())
     assert asked.read_text() == ""

@@ -49,6 +49,8 @@ class DaemonStarted(Event):
     mono: float = 0.0
     epoch: int = 0
     """How often the run was taken over from a daemon on another host."""
+    allocation: str = ""
+    """Which allocation of a scheduler it is in, and which start of it; empty: in none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

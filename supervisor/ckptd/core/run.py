@@ -132,6 +132,8 @@ class RunState:
     resume: dict[str, Any] | None = None
     step: int = 0
     grounds: str = "start"
+    allocation: str = ""
+    """The allocation that the newest daemon is in; empty: in none."""
     store: tuple[str, int] | None = None
     """Host and port of the store that workers on several nodes meet at, once its node has opened it."""
     # how it went wrong
@@ -261,7 +263,12 @@ def _daemon_started(state: RunState, event: events.DaemonStarted) -> RunState:
     state = dataclasses.replace(state, policy=Policy.from_dict(event.policy))
     # What agents told an earlier daemon is old, the checkpoints on disk too: they say it again when they dial in.
     nodes = {name: dataclasses.replace(node, connected=False) for name, node in state.nodes.items()}
-    state = dataclasses.replace(state, inventory=None, inventory_problems=0)
+    moved = bool(event.allocation) and state.allocation not in ("", event.allocation)
+    state = dataclasses.replace(state, inventory=None, inventory_problems=0, allocation=event.allocation)
+    if moved and state.request is not None:
+        # The scheduler ended the allocation before this one, in which somebody had asked for a stop: it has stopped.
+        status = Status.TRAINING if state.status is Status.DRAINING else state.status
+        state = dataclasses.replace(state, request=None, status=status)
     if state.outcome is not None and state.outcome.outcome != "finished":
         # Somebody started the run again by hand: budgets begin afresh, history stays. What was held against a checkpoint
         # may have been the script's fault, which is put right now: the newest is tried first again. A run that was given

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "deploy" / "slurm" / "ckptd.sbatc
 class SlurmJob(NodesJob):
     """Two nodes with one CPU slot each, where nothing else is said."""
 
-    def __init__(self, cluster: Cluster, directory: Path, *args: str, **sections: Any) -> None:
+    def __init__(self, slurm: Cluster, directory: Path, *args: str, **sections: Any) -> None:
         spec = {
             "launcher": "slurm", "devices_per_node": 1, "heartbeat_timeout": "13s", "fence_timeout": "8s",
             **sections.pop("cluster", {}),
@@ -28,7 +28,7 @@ class SlurmJob(NodesJob):
         super().__init__(directory, *args, cluster=spec, **sections)
         self.spec["checkpoint"]["tiers"][0]["shared"] = True
         self._write()
-        self.slurm = cluster
+        self.slurm = slurm
         self.id = ""
         # The script as it is, but for what asks for GPUs: these nodes have none.
         self.script = directory / "ckptd.sbatch"
