@@ -403,14 +403,17 @@ class JobSpec(_Model):
             total = cluster.devices_per_node * (count - cluster.spares)
             if total < least:
                 problems.append(f"cluster.min_devices: the {total} devices of the allocation are less than {least}")
-        if count > 1 and self.checkpoint.tiers and not self.checkpoint.tiers[0].shared:
-            problems.append(
-                "checkpoint.tiers[0].shared: every node must see the same files here: say `shared: true` if they do"
-            )
+        hosts = [Host(host=name) for name in names]
+        there = self.model_copy(update={"cluster": cluster.model_copy(update={"hosts": hosts})})
+        problems += [
+            f"checkpoint.tiers[{i}].shared: say `shared: true` if every node sees the same files here, as on a network "
+            "file system, or `shared: false` if each node has its own"
+            for i, tier in enumerate(self.checkpoint.tiers)
+            if there.sharing(tier) is None
+        ]
         if problems:
             raise JobSpecError([f"{self._source or 'job.yaml'}: {problem}" for problem in problems])
-        hosts = [Host(host=name) for name in names]
-        return self.model_copy(update={"cluster": cluster.model_copy(update={"hosts": hosts})})
+        return there
 
     def frozen_text(self) -> bytes:
         """The file to keep in the run directory: its own text below a line that says where its paths start from."""
