@@ -13,8 +13,8 @@ from ckptd_shim.ranks import Ranks
 from ckptd_shim.state import Position
 
 
-def make_saver(directory, ranks=None, report=None, attempt=1, sequence=0):
-    target = Target(save_dir=str(directory), run_id="run", attempt=attempt, tier="disk")
+def make_saver(directory, ranks=None, report=None, attempt=1, sequence=0, run_id="run"):
+    target = Target(save_dir=str(directory), run_id=run_id, attempt=attempt, tier="disk")
     return Saver(target=target, ranks=ranks or Ranks(None), sequence=sequence, report=ReportWriter(report))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptd.tiers.base import NoSuchFile, Store, StoreError
-from ckptd.tiers.copying import Copied, Damaged, Occupied, copy_checkpoint, read_marker, verify
+from ckptd.tiers.base import Damaged, NoSuchFile, Store, StoreError
+from ckptd.tiers.copying import Copied, Occupied, copy_checkpoint, read_marker, verify
 from ckptd.tiers.objects import ObjectStore
 from ckptd.tiers.posix import PosixStore
 from ckptd.tiers.watched import Abandoned, Crew, Pace, Stalled

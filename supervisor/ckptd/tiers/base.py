@@ -29,6 +29,10 @@ class NoSuchFile(StoreError, FileNotFoundError):
     """The file or the checkpoint is not there, and the store itself answers."""
 
 
+class Damaged(StoreError):
+    """A committed checkpoint is not what was committed."""
+
+
 class Reader(Protocol):
     """A file that is read from front to back."""
 

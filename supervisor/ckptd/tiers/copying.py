@@ -13,15 +13,11 @@ from dataclasses import dataclass
 
 import crc32c
 
-from ckptd.tiers.base import CHUNK, NoSuchFile, Reader, Store, StoreError, chunks
+from ckptd.tiers.base import CHUNK, Damaged, NoSuchFile, Reader, Store, StoreError, chunks
 from ckptd.tiers.watched import Pace
 from ckptd_shim import contract
 from ckptd_shim.contract import ContractError, FileDigest, Marker
 from ckptd_shim.digest import crc32c_bytes
-
-
-class Damaged(StoreError):
-    """A committed checkpoint is not what was committed."""
 
 
 class Occupied(StoreError):
@@ -112,7 +108,7 @@ def copy_checkpoint(
     left = target.begin(name, marker.run_id)
     pace.beat()
     wanted = {contract.OWNER, *(f.name for f in marker.files)}
-    target.drop(name, [file for file in left if file not in wanted])
+    target.drop(name, [file for file, size in left.items() if file not in wanted or size < 0])
     buffer = bytearray(CHUNK)
     moved = 0
     for listed in marker.files:
@@ -145,7 +141,7 @@ def _occupied(target: Store, name: str, data: bytes) -> bool:
     """Whether the target holds this very checkpoint already. Raises Occupied where it holds another one."""
     try:
         there = target.marker(name)
-    except NoSuchFile:
+    except (NoSuchFile, Damaged):
         return False
     if there == data:
         try:
@@ -158,8 +154,8 @@ def _occupied(target: Store, name: str, data: bytes) -> bool:
     except Damaged:
         return False
     mine = Marker.from_json(data, where=name)
-    if (other.run_id, other.sequence) == (mine.run_id, mine.sequence):
-        return False  # this one, with a marker whose bytes have changed
+    if other.run_id == mine.run_id:
+        return False  # this one: a run gives a step and an attempt once. The bytes of its marker have changed
     raise Occupied(
         f"{target.path(name)} is commit {other.sequence} of run {other.run_id}, and this is commit {mine.sequence} of "
         f"run {mine.run_id}: move it away, or give this run another name"

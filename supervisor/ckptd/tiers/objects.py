@@ -12,7 +12,7 @@ import posixpath
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from ckptd.tiers.base import CHUNK, NoSuchFile, Reader, StoreError, Writer
+from ckptd.tiers.base import CHUNK, Damaged, NoSuchFile, Reader, StoreError, Writer
 from ckptd_shim import contract
 
 CONNECT_TIMEOUT_S: Final = 15
@@ -108,6 +108,7 @@ class ObjectStore:
     def marker(self, name: str) -> bytes:
         fs = self._fs
         with self._telling(f"{self.path(name)}/{contract.COMMITTED}"):
+            self._check_kind(name, contract.COMMITTED)
             return bytes(fs.cat_file(self._at(name, contract.COMMITTED)))
 
     def sizes(self, name: str) -> dict[str, int]:
@@ -126,6 +127,7 @@ class ObjectStore:
         # Read ahead by one chunk and keep nothing: the file is read once, from front to back.
         options = {"block_size": CHUNK, "cache_type": "readahead"} if self._remote else {}
         with self._telling(path):
+            self._check_kind(name, file)
             opened = fs.open(self._at(name, file), "rb", **options)
         try:
             yield _Told(opened, self._telling, path)
@@ -154,6 +156,7 @@ class ObjectStore:
         fs = self._fs
         with self._telling(self.path(name)), contextlib.suppress(FileNotFoundError):
             fs.rm(self._at(name), recursive=True)
+        self._abort_uploads(name)
 
     def clear(self) -> None:
         """What is half deleted has no COMMITTED, and goes as any that was never committed."""
@@ -165,6 +168,7 @@ class ObjectStore:
             found = self.sizes(name)
         except NoSuchFile:
             found = {}
+        self._abort_uploads(name)
         if found.pop(contract.COMMITTED, None) is not None:
             self.bury(name)  # it is being replaced: until the new one is whole there is none
         if contract.OWNER not in found:
@@ -219,6 +223,30 @@ class ObjectStore:
     def abandon(self, name: str) -> None:
         with contextlib.suppress(Exception):
             self.delete(name)
+
+    def _abort_uploads(self, name: str) -> None:
+        """Take back uploads that were killed: their parts are paid for, and no listing shows them.
+
+        Only S3 has such; a store that does not let us see them keeps them, as its life-cycle rules say.
+        """
+        if EXTRA_OF.get(scheme_of(self.location)) != "s3":
+            return
+        fs = self._fs
+        bucket, _, prefix = self._at(name).partition("/")
+        with contextlib.suppress(Exception):
+            begun = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+            for each in begun.get("Uploads", ()):
+                fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
+
+    def _check_kind(self, name: str, file: str) -> None:
+        """Raise Damaged where something else than a file has its name, which can only be where objects are files."""
+        if self._remote:
+            return
+        if self._opened.isfile(self._at(name)):
+            raise Damaged(f"{self.path(name)} is no directory")
+        at = self._at(name, file)
+        if self._opened.exists(at) and not self._opened.isfile(at):
+            raise Damaged(f"{self.path(name)}/{file} is no regular file")
 
     @contextlib.contextmanager
     def _telling(self, path: str) -> Iterator[None]:

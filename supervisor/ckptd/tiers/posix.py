@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from typing import Final
 
-from ckptd.tiers.base import COPY_PREFIX, DOOMED_PREFIX, NoSuchFile, Reader, StoreError, Writer
+from ckptd.tiers.base import COPY_PREFIX, DOOMED_PREFIX, Damaged, NoSuchFile, Reader, StoreError, Writer
 from ckptd_shim import contract
 
 _MARKER_LIMIT: Final = 64 << 20
@@ -42,8 +43,13 @@ class PosixStore:
 
     def marker(self, name: str) -> bytes:
         path = os.path.join(self.path(name), contract.COMMITTED)
-        with _telling(path), open(path, "rb") as file:
-            return file.read(_MARKER_LIMIT)
+        try:
+            with _telling(path), open(path, "rb", opener=_opened) as file:
+                return file.read(_MARKER_LIMIT)
+        except StoreError as error:
+            if error.errno == errno.ENOTDIR and os.path.isdir(self.location):
+                raise Damaged(f"{self.path(name)} is no directory", error.errno) from error
+            raise
 
     def sizes(self, name: str) -> dict[str, int]:
         return _sizes(self.path(name))
@@ -68,13 +74,13 @@ class PosixStore:
         grave = self._grave(name)
         with _telling(self.path(name)):
             if os.path.lexists(grave):
-                shutil.rmtree(grave, ignore_errors=True)
+                _remove(grave)
             os.rename(self.path(name), grave)
 
     def delete(self, name: str) -> None:
         with contextlib.suppress(NoSuchFile):  # buried already
             self.bury(name)
-        shutil.rmtree(self._grave(name), ignore_errors=True)
+        _remove(self._grave(name))
 
     def _grave(self, name: str) -> str:
         return os.path.join(self.location, DOOMED_PREFIX + name)
@@ -83,7 +89,7 @@ class PosixStore:
         with contextlib.suppress(OSError):
             for name in os.listdir(self.location):
                 if name.startswith(DOOMED_PREFIX):
-                    shutil.rmtree(os.path.join(self.location, name), ignore_errors=True)
+                    _remove(os.path.join(self.location, name))
 
     # --- a copy ---
 
@@ -96,7 +102,7 @@ class PosixStore:
             os.makedirs(self.location, exist_ok=True)
             for other in os.listdir(self.location):
                 if other.startswith(COPY_PREFIX) and other != os.path.basename(copy):
-                    shutil.rmtree(os.path.join(self.location, other), ignore_errors=True)
+                    _remove(os.path.join(self.location, other))
             os.makedirs(copy, exist_ok=True)
             if _owner(copy) != run_id:
                 contract.write_atomically(os.path.join(copy, contract.OWNER), run_id.encode())
@@ -146,16 +152,13 @@ class PosixStore:
             contract.fsync_directory(self.location)
 
     def abandon(self, name: str) -> None:
-        shutil.rmtree(self._copy(name), ignore_errors=True)
+        _remove(self._copy(name))
 
     @contextlib.contextmanager
     def _open(self, path: str) -> Iterator[Reader]:
         with _telling(path):
-            # O_NONBLOCK: something else than a file under this name, a pipe say, must not hold us up.
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = _opened(path)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise StoreError(f"{path} is no regular file")
             with contextlib.suppress(OSError):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             yield _Reading(fd, path)
@@ -184,9 +187,27 @@ class _Writing:
         return done
 
 
+def _opened(path: str, _flags: int = 0) -> int:
+    """A descriptor to read a regular file with. Raises Damaged where something else has its name."""
+    # O_NONBLOCK: something else under this name, a pipe say, must not hold us up.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise Damaged(f"{path} is no regular file")
+    return fd
+
+
+def _remove(path: str) -> None:
+    """A directory with all that is in it, or whatever else has the name; as far as it can be done."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        contract.unlink_quietly(path)
+
+
 def _owner(directory: str) -> str | None:
     try:
-        with open(os.path.join(directory, contract.OWNER), encoding="utf-8") as file:
+        with open(os.path.join(directory, contract.OWNER), encoding="utf-8", opener=_opened) as file:
             return file.read(200).strip() or None
     except (OSError, ValueError):
         return None
