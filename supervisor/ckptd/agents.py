@@ -43,6 +43,8 @@ class Session:
     said: set[tuple[Any, ...]] = field(default_factory=set)
     """What was sent over it: nothing is said twice in a connection, and all of it again in the next."""
     silent_s: float = 0.0
+    spoke_at: float = field(default_factory=time.monotonic)
+    """When it was heard last, by the monotonic clock."""
     promotion: Message = field(default_factory=dict)
     """What it was told last of the slower tiers: whether they are its business, and how often each is served."""
     mirror: Message = field(default_factory=dict)
@@ -113,6 +115,11 @@ class Sessions:
             return False
         del self._sessions[session.node]
         return True
+
+    def unsaid(self, node: str, key: tuple[Any, ...]) -> bool:
+        """Whether a node's agent is connected, and was not told this in its connection."""
+        session = self._sessions.get(node)
+        return session is not None and key not in session.said
 
     def say(self, node: str, key: tuple[Any, ...], message: Message) -> None:
         """Send a message once in a connection."""

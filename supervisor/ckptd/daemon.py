@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -90,6 +92,10 @@ class Daemon:
         self._drill = drill
         self._notifier = notifier or Notifier()
         self._detaching = False
+        self._new: deque[tuple[events.Event, Session | None]] = deque()
+        """What has come and is not folded yet, with the connection that it came over."""
+        self._turn_is_due = False
+        self._orders: tuple[picture.Picture, orders.Launching] | None = None
         self._markers: dict[str, str] = {}
         """CRC-32C of the markers of the newest commits."""
         self._control: contract.Control | None = None
@@ -153,8 +159,33 @@ class Daemon:
         self._act()
 
     def _append(self, event: events.Event) -> None:
-        self._journal.append(event)
-        self._fold(event)
+        self._take(event)
+        self._take_in()
+
+    def _take(self, event: events.Event, session: Session | None = None, origin: Origin | None = None) -> None:
+        """An event has come: it is written, folded and acted on with all that come in the same turn of the loop."""
+        if self._journal.take(event, origin):
+            self._new.append((event, session))
+
+    def _take_in(self) -> None:
+        """Write what has come, then fold it."""
+        self._journal.write()
+        while self._new:
+            event, session = self._new.popleft()
+            self._fold(event)
+            if session is not None:
+                self._heard(session, event)
+
+    def _soon(self) -> None:
+        """Take in and act at the end of this turn of the loop: once, however many nodes speak in it."""
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turn_is_due = False
+        self._take_in()
+        self._act()
 
     def _acknowledge(self, origin: Origin) -> None:
         session = self.agents.session(origin.node)
@@ -189,7 +220,11 @@ class Daemon:
         servers = [await link.listen(self._socket_path, self._serve)]
         os.chmod(self._socket_path, 0o600)
         if self._door is not None:
-            servers.append(await link.listen_tcp(self._door.sock, self._door.secret, self._serve))
+            servers.append(
+                await link.listen_tcp(
+                    self._door.sock, self._door.secret, self._serve, expected=len(self.spec.cluster.hosts)
+                )
+            )  # fmt: skip
         self._handle_signals()
         try:
             self.happened(
@@ -241,7 +276,7 @@ class Daemon:
         self._look_at_home()
         self._look_at_ranks()
         self._look_at_allocation()
-        self._journal.retry()
+        self._take_in()
         self._act()
 
     def _act(self) -> None:
@@ -287,11 +322,9 @@ class Daemon:
             case OpenStore(node=node, attempt=attempt):
                 self.agents.say(node, ("store", attempt), {"type": "store", "attempt": attempt})
             case Launch(node=node, attempt=attempt):
-                order = orders.launch(
-                    self.spec, self.run_dir, self.run_id, self.picture, node, drill=self._drill,
-                    python=self._python(node),
-                )  # fmt: skip
-                self.agents.say(node, ("launch", attempt), order)
+                if self.agents.unsaid(node, ("launch", attempt)):
+                    order = self._launching.order(node, python=self._python(node))
+                    self.agents.say(node, ("launch", attempt), order)
             case Rehearse(tier=tier):
                 self._rehearsal.start(tier)
             case Stop(node=node, attempt=attempt, grace=grace, stacks=stacks):
@@ -299,6 +332,14 @@ class Daemon:
                 self.agents.say(node, ("stop", attempt), order)
             case _:
                 pass
+
+    @property
+    def _launching(self) -> orders.Launching:
+        """The orders to launch what the picture shows now: made once for all nodes."""
+        if self._orders is None or self._orders[0] is not self.picture:
+            made = orders.Launching(self.spec, self.run_dir, self.run_id, self.picture, drill=self._drill)
+            self._orders = (self.picture, made)
+        return self._orders[1]
 
     def _python(self, node: str) -> str | None:
         """The interpreter of a node's workers, where job.yaml has none for all and the host one of its own."""
@@ -525,12 +566,13 @@ class Daemon:
         epoch = self._door.epoch if self._door is not None else 0
         channel.send({"type": "welcome", "settings": settings, "acknowledged": acknowledged, "epoch": epoch})
         self._control = None  # whatever it says now, say it to this agent
-        self.happened(
+        self._take(
             events.AgentConnected(
-                t=self.clock.now(), node=session.node, pid=int(hello.get("pid", 0)), devices=list(hello.get("devices", [])),
-                running=hello.get("running"), address=str(hello.get("address", "")),
+                t=self.clock.now(), at=time.time(), node=session.node, pid=int(hello.get("pid", 0)),
+                devices=list(hello.get("devices", [])), running=hello.get("running"), address=str(hello.get("address", "")),
             )
         )  # fmt: skip
+        self._soon()
         try:
             while (message := await channel.receive()) is not None:
                 self._from_agent(session, message)
@@ -540,7 +582,7 @@ class Daemon:
                 self._wake.set()
 
     def _from_agent(self, session: Session, message: Message) -> None:
-        session.silent_s = 0.0
+        session.silent_s, session.spoke_at = 0.0, time.monotonic()
         if message["type"] == "live":
             if self._door is not None:  # the agent has to know that it was heard, or it ends what it carries
                 session.channel.send({"type": "heard", "mono": message.get("mono", 0.0)})
@@ -558,18 +600,23 @@ class Daemon:
         try:
             origin = Origin(node=session.node, agent_id=session.agent_id, seq=int(message["seq"]))
             age = float(message.get("age_s", 0.0))
+            if not math.isfinite(age):
+                raise ValueError(f"an age of {age} s")
         except (KeyError, TypeError, ValueError) as error:
             raise link.LinkError(f"an event without a number or an age: {error!r}") from None
         try:
             event = self._read_event(session, message, t=self.clock.now() - age)
         except (KeyError, TypeError, ValueError) as error:
             log.warning("node %s sent an event that cannot be read (%r): %.500r", session.node, error, message)
+            self._take_in()  # what came before it
             if not self._journal.waiting:
                 self._acknowledge(origin)  # it would be no better the next time
             return
-        if not self._journal.append_from_agent(event, origin):
-            return
-        self._fold(event)
+        self._take(event, session, origin)
+        self._soon()
+
+    def _heard(self, session: Session, event: events.Event) -> None:
+        """What an agent told is in the ledger and in the picture."""
         if isinstance(event, events.HealthReported):
             self.agents.forget_said(session, ("ask", "health"))
         if isinstance(event, events.HoldingsReported):
@@ -582,7 +629,6 @@ class Daemon:
                 return
             self.agents.forget_said(session, ("ask", "inventory"))
             self._say_what_was_found(event)
-        self._act()
 
     def _read_event(self, session: Session, message: Message, *, t: float) -> events.Event:
         data = dict(message["data"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import logging
 import os
+import resource
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -15,11 +17,16 @@ from dataclasses import dataclass, field
 from ckptd import auth
 from ckptd.errors import PortTaken
 from ckptd.jobspec import JobSpec
+from ckptd.link import BACKLOG
 from ckptd.rundir import RunDir
 from ckptd_shim import contract
 
+log = logging.getLogger(__name__)
+
 LOOK_UP_TIMEOUT_S = 10.0
 LOOK_UPS = 16
+OTHER_FILES = 512
+"""Descriptors for all else: the ledger, pages, strangers, calls of ssh."""
 _ANYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - what job.yaml may say, not what we bind by ourselves
 
 
@@ -52,6 +59,7 @@ def open_door(spec: JobSpec, run_dir: RunDir, *, epoch: int, known: Mapping[str,
         PortTaken: it cannot be bound, or no address of this machine reaches the hosts.
         UsageError: the secret's file is not ours alone.
     """
+    _make_room(len(spec.cluster.hosts))
     secret = auth.run_secret(str(run_dir.secret_path))
     host, port = _wanted(spec)
     names = [entry.host for entry in spec.cluster.hosts]
@@ -78,6 +86,19 @@ def open_door(spec: JobSpec, run_dir: RunDir, *, epoch: int, known: Mapping[str,
     return door
 
 
+def _make_room(nodes: int) -> None:
+    """Have the kernel allow as many open files as there will be connections: the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * nodes + OTHER_FILES  # a node that dials again may be here twice for a moment
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        log.warning("this process may open %d files, and %d nodes want %d: raise `ulimit -Hn`", most, nodes, wanted)
+
+
 def _wanted(spec: JobSpec) -> tuple[str, int]:
     host, _, port = (spec.cluster.listen or ":0").rpartition(":")
     return host.strip("[]"), int(port)
@@ -96,9 +117,9 @@ def _bound(host: str, port: int, before: int | None) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if before is not None:
         with contextlib.suppress(OSError):
-            return socket.create_server((host, before), family=family, backlog=1024)
+            return socket.create_server((host, before), family=family, backlog=BACKLOG)
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         where = f"{host}:{port}"
         raise PortTaken(f"cluster.listen: {where} cannot be listened on: {os.strerror(error.errno or 0)}") from None

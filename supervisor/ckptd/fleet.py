@@ -96,7 +96,8 @@ class Fleet(Sessions):
             return
         now = time.monotonic()
         # A daemon that stood still itself has heard nobody.
-        passed, self._turned = min(now - self._turned, LONGEST_TURN_S), now
+        before, self._turned = self._turned, now
+        passed = min(now - before, LONGEST_TURN_S)
         self._stopping_s = self._stopping_s + passed if state.status is Status.STOPPING else 0.0
         for node, watch in self._watches.items():
             arrival = self._remote.arrival(node)
@@ -106,6 +107,8 @@ class Fleet(Sessions):
             if session is None:
                 watch.silent_s += passed
             else:
+                if session.spoke_at > before:  # since the last look: only what came after that is silence
+                    session.silent_s = -min(session.spoke_at - before, passed)
                 session.silent_s += passed
                 watch.silent_s = session.silent_s
             if watch.silent_s > self._heartbeat_s and not watch.lost:

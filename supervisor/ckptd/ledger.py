@@ -139,12 +139,16 @@ class Ledger:
 
     def append_from_agent(self, event: ev.Event, node: str, agent_id: str, seq: int) -> bool:
         """Add an event that an agent numbered `seq`, once: False if it is here already. Raises like `append`."""
+        return self.append_told([(event, (node, agent_id, seq))])[0]
+
+    def append_told(self, told: Sequence[tuple[ev.Event, tuple[str, str, int] | None]]) -> list[bool]:
+        """Add several events, all or none; durable on return. Raises like `append`.
+
+        Each comes with (node, agent's id, number) of the agent that told it, or None. An event that an agent told is
+        added once: the answer for it is False if it is here already.
+        """
         with self._transaction():
-            cursor = self._db.execute("INSERT OR IGNORE INTO agent_seq VALUES (?, ?, ?)", (node, agent_id, seq))
-            if cursor.rowcount == 0:
-                return False
-            self._insert(event)
-            return True
+            return [self._insert_told(event, origin) for event, origin in told]
 
     def acknowledged(self, node: str, agent_id: str) -> int:
         """The highest number among the events of this agent that are here; 0 for none."""
@@ -206,6 +210,14 @@ class Ledger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def _insert_told(self, event: ev.Event, origin: tuple[str, str, int] | None) -> bool:
+        if origin is not None:
+            cursor = self._db.execute("INSERT OR IGNORE INTO agent_seq VALUES (?, ?, ?)", origin)
+            if cursor.rowcount == 0:
+                return False
+        self._insert(event)
+        return True
 
     def _insert(self, event: ev.Event) -> int:
         if not (math.isfinite(event.t) and math.isfinite(event.at)):

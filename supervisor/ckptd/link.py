@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import socket
 import time
 from collections import deque
@@ -42,7 +43,9 @@ DIAL_TIMEOUT_S = 5.0
 PROOF_PATIENCE_S = 5.0
 """What a stranger has in all to prove that it knows the secret."""
 MAX_STRANGERS = 64
-"""Connections without a proof; a new one pushes the oldest out."""
+"""Connections without a proof, besides one for each node; a new one pushes the oldest out."""
+BACKLOG = 4096
+"""Connections that the kernel takes before we do: all nodes of a large cluster at once."""
 COMPLAIN_EVERY_S = 60.0
 
 Address = str | tuple[str, int]
@@ -61,16 +64,19 @@ async def listen(path: str, serve: Serve) -> asyncio.Server:
     return await asyncio.start_unix_server(accept, path)
 
 
-async def listen_tcp(sock: socket.socket, secret: bytes, serve: Serve) -> asyncio.Server:
-    """Listen for agents of other machines on a bound socket; `serve` meets only those that proved the secret."""
-    door = _Door(secret)
+async def listen_tcp(sock: socket.socket, secret: bytes, serve: Serve, *, expected: int = 0) -> asyncio.Server:
+    """Listen for agents of other machines on a bound socket; `serve` meets only those that proved the secret.
+
+    `expected`: so many may dial at the same moment, as after a restart of the daemon.
+    """
+    door = _Door(secret, most=MAX_STRANGERS + expected)
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer)
         channel.remote = True
         await _serve(channel, serve, door)
 
-    return await asyncio.start_server(accept, sock=sock, backlog=1024)
+    return await asyncio.start_server(accept, sock=sock, backlog=BACKLOG)
 
 
 async def _serve(channel: Channel, serve: Serve, door: _Door | None = None) -> None:
@@ -93,15 +99,16 @@ async def _serve(channel: Channel, serve: Serve, door: _Door | None = None) -> N
 class _Door:
     """Strangers that dialled and have not proved themselves yet: a bounded number, for a bounded time."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, *, most: int) -> None:
         self._secret = secret
+        self._most = most
         self._strangers: dict[Channel, None] = {}
         self._complaints = 0
         self._next_complaint = 0.0
 
     async def admit(self, channel: Channel) -> bool:
         """Whether the other end proved that it knows the secret. Raises LinkError where that is worth a word."""
-        while len(self._strangers) >= MAX_STRANGERS:
+        while len(self._strangers) >= self._most:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.abort()
@@ -191,7 +198,7 @@ class AgentLink:
             try:
                 channel = await self._dial()
             except (OSError, TimeoutError):
-                await asyncio.sleep(delay)
+                await asyncio.sleep(_spread(delay))
                 delay = min(MAX_REDIAL_S, delay * 1.5)
                 continue
             try:
@@ -208,7 +215,7 @@ class AgentLink:
                     self.last_contact = time.monotonic()
                 self._channel = None
                 await channel.close()
-            await asyncio.sleep(delay)
+            await asyncio.sleep(_spread(delay))
             delay = min(MAX_REDIAL_S, delay * 1.5)
 
     async def _dial(self) -> Channel:
@@ -269,6 +276,11 @@ class AgentLink:
     def _send_event(channel: Channel, item: tuple[int, float, Message]) -> None:
         _, mono, message = item
         channel.send({**message, "age_s": max(0.0, time.monotonic() - mono)})
+
+
+def _spread(delay: float) -> float:
+    """A pause of about this length: nodes that lost the daemon at the same moment do not all dial at the same moment."""
+    return delay * random.uniform(0.75, 1.25)
 
 
 def ask_daemon(path: str, request: Message, *, timeout: float = 10.0) -> Message:

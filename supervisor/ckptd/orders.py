@@ -25,6 +25,8 @@ FEW_NODES = 200
 """More nodes than these speak less often each, so that the daemon hears about as much in all."""
 LIVE_INTERVAL_S = 0.5
 LONGEST_LIVE_INTERVAL_S = 5.0
+BEATS_TO_FENCE, BEATS_TO_LOSS = 4, 6
+"""So many times, at least, an agent speaks within `fence_timeout` and within `heartbeat_timeout`."""
 
 
 def settings(spec: JobSpec, devices: int = 0, *, python: str | None = None, node: str | None = None) -> Message:
@@ -64,7 +66,8 @@ def remote(spec: JobSpec) -> bool:
 def _live_interval(spec: JobSpec) -> float:
     # Well within the timeouts, whatever they are: a few messages may be late before anybody is fenced or lost.
     slow = LIVE_INTERVAL_S * max(1.0, len(spec.cluster.hosts) / FEW_NODES)
-    return min(slow, LONGEST_LIVE_INTERVAL_S, max(LIVE_INTERVAL_S, spec.cluster.fence_timeout / 4))
+    patience = min(spec.cluster.fence_timeout / BEATS_TO_FENCE, spec.cluster.heartbeat_timeout / BEATS_TO_LOSS)
+    return min(slow, LONGEST_LIVE_INTERVAL_S, max(LIVE_INTERVAL_S, patience))
 
 
 def _tier(spec: JobSpec, tier: Tier, node: str | None) -> dict[str, Any]:
@@ -109,62 +112,91 @@ def node_of_rank_zero(state: RunState) -> str | None:
     return next(iter(state.placement), None)
 
 
-def launch(
-    spec: JobSpec, run_dir: RunDir, run_id: str, picture: Picture, node: str, *,
-    drill: Drill | RestoreDrill | None = None, python: str | None = None,
-) -> Message:  # fmt: skip
-    """The order to launch the live attempt's workers on `node`, with its own interpreter where it has one."""
+class Launching:
+    """The orders to launch the live attempt as a picture shows it: what is the same for all nodes is put together once."""
+
+    def __init__(
+        self, spec: JobSpec, run_dir: RunDir, run_id: str, picture: Picture,
+        *, drill: Drill | RestoreDrill | None = None,
+    ) -> None:  # fmt: skip
+        state = picture.run
+        self._spec = spec
+        self._state = state
+        self._python = spec.python_path
+        self._seats: dict[str, tuple[int, int]] = {}
+        """A node's number within the attempt, and its first rank."""
+        first_rank = 0
+        for node_rank, (node, devices) in enumerate(state.placement.items()):
+            self._seats[node] = (node_rank, first_rank)
+            first_rank += len(devices)
+        self._common: Message = {
+            "type": "launch",
+            # Where the workers meet. A node alone opens its store itself, and nobody else needs to reach it.
+            "host": state.store[0] if state.store is not None else "127.0.0.1",
+            "port": state.store[1] if state.store is not None else None,
+            "world_size": state.world_size,
+            "nodes": len(state.placement),
+            "env": dict(spec.env) | ({ENV_DRILL: "1"} if isinstance(drill, RestoreDrill) else {}),
+        }
+        self._context = _context(spec, run_dir, run_id, picture, drill)
+        fastest, resume = spec.checkpoint.tiers[0], state.resume
+        self._alike = not {fastest.name, *([resume["tier"]] if resume is not None else [])} & set(state.own_tiers)
+        """Every node sees the same directories."""
+        if self._alike:
+            self._context |= self._directories(node_of_rank_zero(state) or "")
+
+    def order(self, node: str, *, python: str | None = None) -> Message:
+        """The order for `node`, with its own interpreter where it has one."""
+        node_rank, first_rank = self._seats[node]
+        devices = list(self._state.placement[node])
+        return self._common | {
+            "node_rank": node_rank,
+            "ranks": list(range(first_rank, first_rank + len(devices))),
+            "devices": devices,
+            "argv": [python or self._python, "-u", "-m", "ckptd_shim.launch", "--", *self._spec.command],
+            "defaults": _defaults(self._spec, len(self._state.nodes[node].devices)),
+            "context": self._context if self._alike else self._context | self._directories(node),
+        }
+
+    def _directories(self, node: str) -> dict[str, Any]:
+        """Where the workers of a node save, and what they resume from."""
+        state, fastest, resume = self._state, self._spec.checkpoint.tiers[0], None
+        if state.resume is not None:
+            resume = {key: state.resume[key] for key in ("step", "tier", "path", "marker_crc32c")}
+            if resume["tier"] in state.own_tiers:
+                resume |= {"path": _own_path(self._spec, node, state.resume), "partial": True}
+        return {"save_dir": str(self._spec.tier_dir(fastest, node)), "resume": resume}
+
+
+def _context(
+    spec: JobSpec, run_dir: RunDir, run_id: str, picture: Picture, drill: Drill | RestoreDrill | None
+) -> dict[str, Any]:
+    """What the shims of all nodes are told alike."""
     state = picture.run
-    nodes = list(state.placement)
-    node_rank = nodes.index(node)
-    first_rank = sum(len(state.placement[name]) for name in nodes[:node_rank])
-    devices = list(state.placement[node])
-    fastest = spec.checkpoint.tiers[0]
     decision = picture.decision
-    resume = None
-    if state.resume is not None:
-        resume = {key: state.resume[key] for key in ("step", "tier", "path", "marker_crc32c")}
-        if resume["tier"] in state.own_tiers:
-            resume |= {"path": _own_path(spec, node, state.resume), "partial": True}
     return {
-        "type": "launch",
-        # Where the workers meet. A node alone opens its store itself, and nobody else needs to reach it.
-        "host": state.store[0] if state.store is not None else "127.0.0.1",
-        "port": state.store[1] if state.store is not None else None,
-        "world_size": state.world_size,
-        "node_rank": node_rank,
-        "nodes": len(nodes),
-        "ranks": list(range(first_rank, first_rank + len(devices))),
-        "devices": devices,
-        "argv": [python or spec.python_path, "-u", "-m", "ckptd_shim.launch", "--", *spec.command],
-        "defaults": _defaults(spec, len(state.nodes[node].devices)),
-        "env": dict(spec.env) | ({ENV_DRILL: "1"} if isinstance(drill, RestoreDrill) else {}),
-        "context": {
-            "run_id": run_id,
-            "run_name": spec.name,
-            "attempt": state.attempt,
-            "attempt_dir": str(run_dir.attempt_dir(state.attempt)),
-            "control_path": str(run_dir.control_path),
-            "tier": fastest.name,
-            "save_dir": str(spec.tier_dir(fastest, node)),
-            "shared": fastest.name not in state.own_tiers,
-            "resume": resume,
-            "world_at_start": state.first_world,
-            "global_batch": spec.batch.global_batch if spec.batch else None,
-            "micro_batch": spec.batch.micro_batch if spec.batch else None,
-            "interval_s": decision.interval_s if decision else None,
-            "interval_steps": decision.interval_steps if decision and decision.interval_s is None else None,
-            "commit_sequence": state.commit_sequence,
-            "guard": {
-                "finite": spec.guard.finite,
-                "loss_spike": spec.guard.loss_spike,
-                "param_norm": spec.guard.param_norm,
-                "param_norm_spike": spec.guard.param_norm_spike,
-            },
-            "skip_data_to": _skip_to(state),
-            "drill": dataclasses.asdict(drill) if isinstance(drill, Drill) else None,
-            "restore_drill": dataclasses.asdict(drill) if isinstance(drill, RestoreDrill) else None,
+        "run_id": run_id,
+        "run_name": spec.name,
+        "attempt": state.attempt,
+        "attempt_dir": str(run_dir.attempt_dir(state.attempt)),
+        "control_path": str(run_dir.control_path),
+        "tier": spec.checkpoint.tiers[0].name,
+        "shared": spec.checkpoint.tiers[0].name not in state.own_tiers,
+        "world_at_start": state.first_world,
+        "global_batch": spec.batch.global_batch if spec.batch else None,
+        "micro_batch": spec.batch.micro_batch if spec.batch else None,
+        "interval_s": decision.interval_s if decision else None,
+        "interval_steps": decision.interval_steps if decision and decision.interval_s is None else None,
+        "commit_sequence": state.commit_sequence,
+        "guard": {
+            "finite": spec.guard.finite,
+            "loss_spike": spec.guard.loss_spike,
+            "param_norm": spec.guard.param_norm,
+            "param_norm_spike": spec.guard.param_norm_spike,
         },
+        "skip_data_to": _skip_to(state),
+        "drill": dataclasses.asdict(drill) if isinstance(drill, Drill) else None,
+        "restore_drill": dataclasses.asdict(drill) if isinstance(drill, RestoreDrill) else None,
     }
 
 

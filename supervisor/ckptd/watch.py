@@ -25,7 +25,7 @@ class Watch:
     """Heartbeats of the live attempt. Nothing of it is kept over a restart of the daemon but what the ledger teaches."""
 
     def __init__(self, limits: Limits) -> None:
-        self.live: status.Live = {}
+        self._live: status.Live = {}
         self._limits = limits
         self._detector = Detector(limits=limits)
         self._mute_s = 0.0
@@ -39,7 +39,7 @@ class Watch:
             case events.AttemptLaunched():
                 self._detector.begin()
                 self._mute_s = 0.0
-                self.live = {}
+                self._live = {}
             case events.FirstStep():
                 self._progress_due = time.monotonic() + FIRST_PROGRESS_S
             case events.Progress() if event.step_s is not None:
@@ -50,11 +50,15 @@ class Watch:
     def hear(self, message: Message) -> None:
         """An agent's `live` message of the live attempt."""
         self._heard = time.monotonic()
-        # A new table: another thread may be reading the old one.
-        self.live = {**self.live, **message["ranks"]}
+        self._live.update(message["ranks"])
         beats = {int(rank): Beat(step=b["step"], phase=b["phase"]) for rank, b in message["ranks"].items()}
         # By the sender's clock: messages that waited for a daemon which stood still are read in a moment.
         self._detector.feed(beats, float(message.get("mono", self._heard)))
+
+    @property
+    def live(self) -> status.Live:
+        """The newest heartbeat of each rank. A copy, made in one step: other threads ask for it, while this one listens."""
+        return dict(self._live)
 
     @property
     def heartbeat_at(self) -> float | None:

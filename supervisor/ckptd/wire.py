@@ -131,9 +131,12 @@ class Channel:
     async def close(self) -> None:
         """Close, after what was sent has left; an end that takes nothing more is cut off."""
         self._writer.close()
+        closed = False
         try:
             await asyncio.wait_for(self._writer.wait_closed(), CLOSE_PATIENCE_S)
+            closed = True
         except (OSError, TimeoutError):
             pass
         finally:
-            self._writer.transport.abort()  # does nothing to a transport that is closed
+            if not closed:  # asyncio stumbles over the abort of some transports that are closed
+                self._writer.transport.abort()

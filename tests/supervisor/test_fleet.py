@@ -99,6 +99,18 @@ def test_silence_for_the_heartbeat_timeout_is_a_loss_and_one_word_in_time_is_non
     assert office.kinds() == [("node_lost", "n2")], "it is lost once"
 
 
+def test_a_node_is_silent_since_its_last_word_and_not_since_the_look_before_it(office):
+    session = office.dial("n1")
+    office.dial("n2").spoke_at += 1e6  # it speaks all the time
+    office.turn()
+    session.silent_s, session.spoke_at = 0.0, office.now + 0.9
+    office.turn(HEARTBEAT_S)
+    assert office.happened == [], f"{HEARTBEAT_S - 0.9} s are not over"
+    office.turn()
+    assert office.kinds() == [("node_lost", "n1")]
+    assert office.happened[0].silent_s == pytest.approx(HEARTBEAT_S + 0.1)
+
+
 def test_a_connection_that_breaks_and_comes_back_is_nothing(office):
     session = office.dial("n1")
     office.dial("n2")

@@ -46,7 +46,7 @@ def test_a_launch_is_a_document_of_the_contract(tmp_path):
     resume = {"step": 40, "tier": "disk", "path": "/ckpt/s", "marker_crc32c": "0" * 8, "sequence": 4, "attempt": 2}
     spec = specification(tmp_path, batch={"global": 12, "micro": 4}, env={"HOME": "/elsewhere"})
     now = launched(spec, {"local": [0, 1]}, resume)
-    order = orders.launch(spec, RunDir(spec.run_dir_path), RUN_ID, now, "local")
+    order = orders.Launching(spec, RunDir(spec.run_dir_path), RUN_ID, now).order("local")
     context = LaunchContext.from_json(json.dumps(order["context"]), where="order")
     assert (context.run_id, context.attempt, context.global_batch, context.micro_batch) == (RUN_ID, 3, 12, 4)
     assert (context.resume.step, context.resume.marker_crc32c) == (40, "0" * 8)
@@ -59,7 +59,7 @@ def test_a_launch_is_a_document_of_the_contract(tmp_path):
 def test_what_the_guard_looks_for_reaches_the_workers_and_what_follows_the_core(tmp_path):
     guard = {"finite": False, "loss_spike": 8, "param_norm": 1e4, "on_reject": "rollback", "rollback_after": 2}
     spec = specification(tmp_path, guard=guard)
-    order = orders.launch(spec, RunDir(spec.run_dir_path), RUN_ID, launched(spec, {"local": [0]}), "local")
+    order = orders.Launching(spec, RunDir(spec.run_dir_path), RUN_ID, launched(spec, {"local": [0]})).order("local")
     context = LaunchContext.from_json(json.dumps(order["context"]), where="order")
     assert context.guard == Guard(finite=False, loss_spike=8.0, param_norm=1e4)
     policy = spec.policy(RUN_ID)
@@ -69,7 +69,7 @@ def test_what_the_guard_looks_for_reaches_the_workers_and_what_follows_the_core(
 def test_ranks_go_on_from_node_to_node(tmp_path):
     spec = specification(tmp_path)
     now = launched(spec, {"a": [0, 1, 2], "b": [5]})
-    first, second = (orders.launch(spec, RunDir(spec.run_dir_path), RUN_ID, now, node) for node in ("a", "b"))
+    first, second = map(orders.Launching(spec, RunDir(spec.run_dir_path), RUN_ID, now).order, ("a", "b"))
     assert (first["ranks"], first["devices"], first["node_rank"], first["nodes"]) == ([0, 1, 2], [0, 1, 2], 0, 2)
     assert (second["ranks"], second["devices"], second["node_rank"], second["nodes"]) == ([3], [5], 1, 2)
     assert orders.node_of_rank_zero(now.run) == "a"
@@ -84,7 +84,7 @@ def test_what_the_user_set_stands(tmp_path, monkeypatch, name):
     spec = specification(tmp_path)
     now = launched(spec, {"local": [0, 1]})
     monkeypatch.delenv(name, raising=False)
-    order = orders.launch(spec, RunDir(spec.run_dir_path), RUN_ID, now, "local")
+    order = orders.Launching(spec, RunDir(spec.run_dir_path), RUN_ID, now).order("local")
     assert name in warm.environment(order["defaults"], order["env"])
     monkeypatch.setenv(name, "mine")
     assert name not in warm.environment(order["defaults"], order["env"]), "inherited from the agent"

@@ -9,10 +9,11 @@ is wasted progress. Falling back to a checkpoint means that `useful` becomes wha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from ckptd.core import events as ev
+from ckptd.core.records import replace
 
 PHASES: Final = (
     "productive",

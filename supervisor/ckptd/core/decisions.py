@@ -244,8 +244,9 @@ def _ask_inventory(state: RunState, node: str) -> Ask:
 
 def _witnesses(state: RunState, connected: list[str]) -> list[str]:
     """The nodes that are asked which checkpoint to resume from: where all nodes share a tier, the first one."""
-    names = [name for name in state.policy.nodes if name in connected]
-    return names[:1] or connected
+    there = set(connected)
+    first = next((name for name in state.policy.nodes if name in there), None)
+    return connected if first is None else [first]
 
 
 def _nodes_to_come(state: RunState, t: float) -> bool:
@@ -303,9 +304,11 @@ def _decide_live(state: RunState, t: float) -> list[Command]:
             Steer(attempt=state.attempt, save_request=state.save_request, stop_after_save=False, reason="save")
         )
     if state.status is Status.TRAINING and state.request is None:
+        held = state.book.holds(t)  # mostly nothing, and then only what nodes report of themselves is looked at
         bad = [
             f"device {index} of node {name} {why}"
             for name, used in state.placement.items()
+            if held or state.nodes[name].unhealthy
             for index in used
             if (why := _unfit(state, name, index, t)) is not None
         ]

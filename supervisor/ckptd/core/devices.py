@@ -74,6 +74,8 @@ class DeviceBook:
     def held_against(self, t: float) -> list[dict[str, object]]:
         """Devices that are left out at `t`, for people: [{node, index, id, why, until}]."""
         found: list[dict[str, object]] = []
+        if not self.holds(t):
+            return found
         for node, known in self.ids.items():
             for index, identity in sorted(known.items()):
                 why = self.why_not(node, index, t)
@@ -86,7 +88,13 @@ class DeviceBook:
 
     def usable(self, node: str, indices: Sequence[int], t: float) -> tuple[int, ...]:
         """Those of `indices` that are neither drained nor in quarantine at `t`."""
+        if not self.records:
+            return tuple(indices)
         return tuple(index for index in indices if self.why_not(node, index, t) is None)
+
+    def holds(self, t: float) -> bool:
+        """Whether anything at all is left out at `t`."""
+        return any(record.drained or t < record.until for record in self.records.values())
 
     def not_drained(self, node: str, indices: Sequence[int]) -> tuple[int, ...]:
         """Those of `indices` that nobody took out of use by hand, nor a process that cannot be killed."""

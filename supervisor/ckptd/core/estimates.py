@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ckptd.core import costs, regimes
 from ckptd.core import events as ev
 from ckptd.core.costs import Costs
 from ckptd.core.gamma import gamma_quantile
 from ckptd.core.policy import Policy
+from ckptd.core.records import replace
 from ckptd.core.regimes import Regimes
 
 CREDIBLE = 0.90

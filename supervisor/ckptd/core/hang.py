@@ -69,12 +69,20 @@ class Detector:
     _beats: dict[int, Beat] = field(default_factory=dict)
     _since: dict[int, float] = field(default_factory=dict)
     _heard: dict[int, float] = field(default_factory=dict)
+    _declared: int = 0
+    """How many ranks are in a declared phase."""
+    _limits: dict[str, float] = field(default_factory=dict)
+    """Limits that were worked out since the last silence was learned."""
+    _witness: int | None = None
+    """The rank that was seen last to be within its limit: as long as it is, there is no hang, and none has to be looked at."""
 
     def begin(self) -> None:
         """A new attempt: nobody has been silent yet."""
         self._beats.clear()
         self._since.clear()
         self._heard.clear()
+        self._declared = 0
+        self._witness = None
 
     @property
     def blank(self) -> bool:
@@ -84,7 +92,7 @@ class Detector:
     def feed(self, beats: Mapping[int, Beat], now: float) -> None:
         """Take a picture of the ranks."""
         # A rank that waits for another one's eval is silent for longer than a step of its own would take.
-        waiting = any(beat.phase in DECLARED for beat in self._beats.values())
+        waiting = self._declared > 0
         for rank, beat in beats.items():
             self._heard[rank] = now
             before = self._beats.get(rank)
@@ -92,22 +100,29 @@ class Detector:
                 continue
             if before is not None and (before.phase in DECLARED or not waiting):
                 steps = max(1, beat.step - before.step)
-                for _ in range(min(steps, ENOUGH)):  # as many silences as steps were seen: a fast run is soon known
-                    self.learn(before.phase, (now - self._since[rank]) / steps)
+                # As many silences as steps were seen: a fast run is soon known.
+                self.learn(before.phase, (now - self._since[rank]) / steps, times=min(steps, ENOUGH))
+            self._declared += (beat.phase in DECLARED) - (before is not None and before.phase in DECLARED)
             self._beats[rank] = beat
             self._since[rank] = now
 
-    def learn(self, phase: str, silence_s: float) -> None:
-        """Remember a silence that ended well."""
+    def learn(self, phase: str, silence_s: float, times: int = 1) -> None:
+        """Remember a silence that ended well, as if it had come so many times."""
         if not math.isfinite(silence_s) or silence_s < 0:
             return
+        self._limits.pop(phase, None)
         known = self.normal.setdefault(phase, [])
-        known.append(silence_s)
+        known += [silence_s] * times
         if len(known) > KEPT:
-            del known[0]
+            del known[: len(known) - KEPT]
 
     def limit(self, phase: str) -> float:
         """How long a rank may be silent in a phase. Seconds."""
+        if phase not in self._limits:
+            self._limits[phase] = self._limit(phase)
+        return self._limits[phase]
+
+    def _limit(self, phase: str) -> float:
         known = self.normal.get(phase, [])
         if phase == "end":
             # Nothing is left to do but to tear down: no generosity.
@@ -127,11 +142,14 @@ class Detector:
         """
         if not self.limits.enabled or not self._beats:
             return None
-        silences = {rank: (self._heard[rank] if now is None else now) - since for rank, since in self._since.items()}
-        # No limit is below this: while training moves, which is nearly always, none has to be worked out.
-        least = min(self.limits.floor_s, self.limits.startup_s)
-        late = [rank for rank, s in silences.items() if s > least and s > self.limit(self._beats[rank].phase)]
-        if not late or not all(rank in late or beat.phase == "end" for rank, beat in self._beats.items()):
+        if self._witness is not None and self._within_limit(self._witness, now):
+            return None
+        self._witness = next((rank for rank in self._beats if self._within_limit(rank, now)), None)
+        if self._witness is not None:
+            return None
+        silences = {rank: self._silence(rank, now) for rank in self._beats}
+        late = [rank for rank, s in silences.items() if s > self.limit(self._beats[rank].phase)]
+        if not late:
             return None
         if len(self._beats) < expected and max(silences.values()) < self.limits.startup_s:
             return None  # the others may still be on their way
@@ -140,6 +158,16 @@ class Detector:
         return Hang(
             rank=rank, phase=beat.phase, step=beat.step, silent_s=silences[rank], limit_s=self.limit(beat.phase)
         )
+
+    def _silence(self, rank: int, now: float | None) -> float:
+        return (self._heard[rank] if now is None else now) - self._since[rank]
+
+    def _within_limit(self, rank: int, now: float | None) -> bool:
+        """Whether a rank that is still to end shows that training may move."""
+        silence, phase = self._silence(rank, now), self._beats[rank].phase
+        # No limit is below the lesser of these: while training moves, which is nearly always, none has to be worked out.
+        least = min(self.limits.floor_s, self.limits.startup_s)
+        return phase != "end" and (silence <= least or silence <= self.limit(phase))
 
     def _suspect(self, late: list[int], silences: Mapping[int, float]) -> int:
         """The rank that is furthest behind; where several are, the one whose phase is not the others'."""

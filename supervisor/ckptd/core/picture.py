@@ -24,6 +24,7 @@ from ckptd.core.accounting import Account
 from ckptd.core.decisions import Command, Record
 from ckptd.core.estimates import Estimate, Estimates
 from ckptd.core.interval import Decision
+from ckptd.core.records import replace
 from ckptd.core.run import RunState, Status
 from ckptd.core.tierbook import TierBook
 
@@ -70,7 +71,7 @@ class Picture:
 
 def apply(picture: Picture, event: events.Event) -> Picture:
     """The picture after `event`."""
-    changed = dataclasses.replace(
+    changed = replace(
         picture,
         run=run.apply(picture.run, event),
         estimates=estimates.apply(picture.estimates, event),

@@ -20,6 +20,7 @@ from ckptd.core import devices, events, holdings, keeping, placement
 from ckptd.core.devices import DeviceBook
 from ckptd.core.keeping import Keeping
 from ckptd.core.policy import Policy
+from ckptd.core.records import replace
 
 SUSPECT_AFTER = 2
 """The same failure at the same step so often after one checkpoint, and an older one is tried."""
@@ -227,20 +228,20 @@ class RunState:
 def _node(state: RunState, name: str | None, **changes: Any) -> dict[str, Node]:
     nodes = dict(state.nodes)
     if name is not None:
-        nodes[name] = dataclasses.replace(nodes.get(name, Node()), **changes)
+        nodes[name] = replace(nodes.get(name, Node()), **changes)
     return nodes
 
 
 def apply(state: RunState, event: events.Event) -> RunState:
     """The state after `event`. Events of an attempt that is no longer the live one change nothing."""
-    state = dataclasses.replace(state, t=max(state.t, event.t))
+    state = replace(state, t=max(state.t, event.t))
     handler = _HANDLERS.get(type(event))
     if handler is None:
         return state
     if event.attempt is not None and event.attempt != state.attempt and not isinstance(event, _OF_ANY_ATTEMPT):
         return _cleaned(state, event) if isinstance(event, events.AttemptEnded) else state
     changed: RunState = handler(state, event)
-    return dataclasses.replace(changed, highest=changed.step) if changed.step > changed.highest else changed
+    return replace(changed, highest=changed.step) if changed.step > changed.highest else changed
 
 
 _OF_ANY_ATTEMPT = (events.AttemptLaunched, events.CheckpointPinned)
@@ -251,7 +252,7 @@ def _cleaned(state: RunState, event: events.AttemptEnded) -> RunState:
     node = state.nodes.get(event.node or "")
     if node is None or node.unclean != event.attempt:
         return state
-    return dataclasses.replace(
+    return replace(
         state,
         nodes=_node(state, event.node, unclean=None, running=None),
         book=devices.haunted(state.book, event),
@@ -317,9 +318,9 @@ def _agent_connected(state: RunState, event: events.AgentConnected) -> RunState:
         )
     if state.own_tiers and state.status in (Status.STARTING, Status.WAITING) and event.pid != before.agent:
         # What is on its own tiers may be newer than what was chosen without it.
-        nodes = {name: dataclasses.replace(node, inventory_known=False) for name, node in state.nodes.items()}
-        state = dataclasses.replace(state, nodes=nodes, inventory=None)
-    return dataclasses.replace(
+        nodes = {name: replace(node, inventory_known=False) for name, node in state.nodes.items()}
+        state = replace(state, nodes=nodes, inventory=None)
+    return replace(
         state,
         book=devices.connected(state.book, event),
         devices_changed_t=event.t if before.gone_t is not None else state.devices_changed_t,
@@ -379,7 +380,7 @@ def _health_reported(state: RunState, event: events.HealthReported) -> RunState:
     before = state.nodes.get(event.node or "", Node()).unhealthy
     unhealthy = frozenset(event.unhealthy)
     in_use = set(state.placement.get(event.node or "", ())) & (unhealthy - before) if state.status in LIVE else ()
-    return dataclasses.replace(
+    return replace(
         state,
         book=devices.failed_in_use(state.book, event, in_use),
         nodes=_node(state, event.node, unhealthy=unhealthy, health_known=True),
@@ -451,12 +452,10 @@ def _files_gathered(state: RunState, event: events.FilesGathered) -> RunState:
 def _attempt_launched(state: RunState, event: events.AttemptLaunched) -> RunState:
     assert event.attempt is not None
     nodes = {
-        name: dataclasses.replace(
-            node, started=False, finished=False, ended=False, running=None, replaced=False, gathered=False
-        )
+        name: replace(node, started=False, finished=False, ended=False, running=None, replaced=False, gathered=False)
         for name, node in ({name: Node() for name in event.placement} | dict(state.nodes)).items()
     }
-    return dataclasses.replace(
+    return replace(
         state,
         status=Status.LAUNCHING,
         nodes=nodes,
@@ -492,9 +491,9 @@ def _store_opened(state: RunState, event: events.StoreOpened) -> RunState:
 
 
 def _workers_started(state: RunState, event: events.WorkersStarted) -> RunState:
-    state = dataclasses.replace(state, nodes=_node(state, event.node, started=True, running=event.attempt))
+    state = replace(state, nodes=_node(state, event.node, started=True, running=event.attempt))
     if state.status is Status.LAUNCHING and all(state.nodes[name].started for name in state.placement):
-        return dataclasses.replace(state, status=Status.INITIALISING)
+        return replace(state, status=Status.INITIALISING)
     return state
 
 
@@ -624,7 +623,7 @@ def _workers_finished(state: RunState, event: events.WorkersFinished) -> RunStat
 def _attempt_ended(state: RunState, event: events.AttemptEnded) -> RunState:
     if event.node is not None and event.node not in state.placement:
         return _cleaned(state, event)  # lost with the attempt that was the last one, which is over
-    return dataclasses.replace(
+    return replace(
         state,
         nodes=_node(state, event.node, ended=True, running=None, unclean=None),
         exits=state.exits + tuple(event.exits),
@@ -635,13 +634,12 @@ def _attempt_ended(state: RunState, event: events.AttemptEnded) -> RunState:
 
 def _interrupted(state: RunState, event: events.Interrupted) -> RunState:
     nodes = {
-        n: dataclasses.replace(node, health_known=False, inventory_known=False, holdings=None)
-        for n, node in state.nodes.items()
+        n: replace(node, health_known=False, inventory_known=False, holdings=None) for n, node in state.nodes.items()
     }
     book = devices.struck(state.book, event, state.placement)
     relieved = book.next_release(event.t) != state.book.next_release(event.t) and _can_do_without(state, book)
     came_from = (state.resume or {}).get("path")
-    state = dataclasses.replace(
+    state = replace(
         state,
         status=Status.WAITING,
         nodes=nodes,
@@ -655,10 +653,10 @@ def _interrupted(state: RunState, event: events.Interrupted) -> RunState:
     )
     if event.planned:
         # A stop that was asked for says nothing against the job.
-        return dataclasses.replace(state, attempts_without_progress=0)
+        return replace(state, attempts_without_progress=0)
     if event.severity == "launch":
         count = state.launch_failures + 1
-        return dataclasses.replace(
+        return replace(
             state,
             launch_failures=count,
             attempts_without_progress=max(0, state.attempts_without_progress - 1),
@@ -666,7 +664,7 @@ def _interrupted(state: RunState, event: events.Interrupted) -> RunState:
         )
     text = event.message.strip().rpartition("\n")[2] or event.detail
     signature = Signature(step=event.step, cause=event.cause, text=text, path=came_from)
-    return dataclasses.replace(
+    return replace(
         state,
         failures=state.failures + 1,
         signatures=(*state.signatures, signature)[-8:],

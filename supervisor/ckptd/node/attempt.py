@@ -27,6 +27,8 @@ from ckptd_shim.launch import STACKS_SIGNAL
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.05
+LEAST_STACKS, MOST_STACKS, STACKS_OF_ALL = 4096, 16_384, 16 * 1024 * 1024
+"""Bytes of a rank's stacks that are told: so many in all where there are many ranks, and enough for one thread of each."""
 STACKS_PATIENCE_S = 3.0
 STILL_STEPS = 3.0
 """Times the usual step time that may pass without a step before an attempt counts as one that does not move."""
@@ -383,13 +385,23 @@ class Attempt:
                         if x.blames_device and self._is_of(rank, x.bus)
                     ],
                     "gpu_lost": kernel.lost,
-                    "stacks": tail_of(self._stacks_path(rank), 16_384) if self._wants_stacks else "",
+                    "stacks": tail_of(self._stacks_path(rank), self._stacks_size()) if self._wants_stacks else "",
                     "error": read_error(os.path.join(self.directory, contract.error_name(rank))),
-                    "stderr_tail": logs.tail(os.path.join(self.directory, contract.stderr_name(rank))),
+                    "stderr_tail": ""
+                    if exit_ is not None and self._is_one_of_many(exit_)
+                    else logs.tail(os.path.join(self.directory, contract.stderr_name(rank))),
                     "step": pulse.step if pulse is not None else 0,
                 }
             )
         return found
+
+    def _is_one_of_many(self, exit_: Exit) -> bool:
+        """Whether a worker that we ended says no more than that: of thousands of nodes, the logs of all would be sent."""
+        return self.nodes > 1 and exit_.killed_by_us
+
+    def _stacks_size(self) -> int:
+        """How much is told of where a rank of a hung attempt stands, bytes. All of it stays in its file."""
+        return max(LEAST_STACKS, min(MOST_STACKS, STACKS_OF_ALL // max(1, self.nodes * len(self.ranks))))
 
 
 def rank_of(process: Process, ranks: Mapping[int, int]) -> int | None:
