@@ -43,7 +43,7 @@ class Session:
     said: set[tuple[Any, ...]] = field(default_factory=set)
     """What was sent over it: nothing is said twice in a connection, and all of it again in the next."""
     silent_s: float = 0.0
-    spoke_at: float = field(default_factory=time.monotonic)
+    spoke_at: float = 0.0
     """When it was heard last, by the monotonic clock."""
     promotion: Message = field(default_factory=dict)
     """What it was told last of the slower tiers: whether they are its business, and how often each is served."""
@@ -93,7 +93,7 @@ class Sessions:
             channel.send({"type": "refused", "why": refusal})
             await channel.flush()
             return None
-        session = Session(node=node, agent_id=str(hello.get("agent_id")), channel=channel)
+        session = Session(node=node, agent_id=str(hello.get("agent_id")), channel=channel, spoke_at=time.monotonic())
         previous = self._sessions.get(node)
         self._sessions[node] = session
         if previous is not None:

@@ -105,7 +105,7 @@ def test_a_node_is_silent_since_its_last_word_and_not_since_the_look_before_it(o
     office.turn()
     session.silent_s, session.spoke_at = 0.0, office.now + 0.9
     office.turn(HEARTBEAT_S)
-    assert office.happened == [], f"{HEARTBEAT_S - 0.9} s are not over"
+    assert office.happened == [], "a part of the first second came before its word"
     office.turn()
     assert office.kinds() == [("node_lost", "n1")]
     assert office.happened[0].silent_s == pytest.approx(HEARTBEAT_S + 0.1)
