@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from typing import Any
 
 from ckptd.core import accounting, estimates, interval, keeping
@@ -10,6 +11,9 @@ from ckptd.core.audit import audit
 from ckptd.core.estimates import Estimate
 from ckptd.core.picture import Picture
 from ckptd.core.run import LIVE, Status
+
+MOST_RANKS = 256
+"""More heartbeats than these are not shown: of 16,384 ranks they would be two megabytes at each look."""
 
 Live = dict[str, dict[str, Any]]
 """The newest heartbeat of each rank, as the agents send it."""
@@ -156,7 +160,8 @@ def document(
             for name, node in state.nodes.items()
         },
         "devices_left_out": state.book.held_against(t),
-        "ranks": live or {},
+        "ranks": _behind(live or {}),
+        "ranks_heard": len(live or {}),
         "drill": _drill(picture),
         "notes": [{"level": note.level, "what": note.what, "at": note.at} for note in picture.notes],
         "outcome": None
@@ -189,9 +194,15 @@ def front_rank(live: Live | None) -> dict[str, Any] | None:
     """The rank that is furthest; rank 0 where several are, since it is the one that knows the loss."""
     if not live:
         return None
-    ranks = sorted(live, key=int)
-    step = max(live[rank]["step"] for rank in ranks)
-    return {**live[ranks[0]], "step": step}
+    step = max(beat["step"] for beat in live.values())
+    return {**live[min(live, key=int)], "step": step}
+
+
+def _behind(live: Live) -> Live:
+    """The heartbeats to show: all, or of a large world those that are furthest behind, which are what one looks for."""
+    if len(live) <= MOST_RANKS:
+        return live
+    return {rank: live[rank] for rank in heapq.nsmallest(MOST_RANKS, live, key=lambda rank: live[rank]["step"])}
 
 
 def _interval_steps(decision: interval.Decision | None, step_s: float | None) -> int | None:

@@ -104,3 +104,13 @@ def test_the_audit_says_what_to_do_with_what_is_known_now():
     rates = document["estimates"]["failures_per_day_by_severity"]
     assert sum(rates.values()) == pytest.approx(86_400 / document["estimates"]["mtbf_s"])
     assert rates["process"] > 0.9 * sum(rates.values())
+
+
+def test_of_a_large_world_those_that_are_behind_are_shown_and_all_are_counted():
+    size = 4 * status.MOST_RANKS
+    live = {str(rank): {**LIVE["0"], "step": 40 + rank % 7, "samples": rank} for rank in range(size)}
+    live["777"] = {**LIVE["0"], "step": 3}
+    found = status.document(picture.replay(history()[:10]), t=8.5, live=live)
+    assert (found["ranks_heard"], len(found["ranks"])) == (size, status.MOST_RANKS)
+    assert min(found["ranks"], key=lambda rank: found["ranks"][rank]["step"]) == "777"
+    assert (found["step"], found["samples_seen"]) == (46, 0), "the furthest step, and what rank 0 says"
