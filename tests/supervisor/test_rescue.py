@@ -123,7 +123,7 @@ def test_damage_that_is_met_while_the_run_is_supervised_is_mended_on_the_spot(ru
         ledger._db.conn.execute("PRAGMA cache_size=0")
         journal.append(ev.Noted(t=1.0, what="after"))
         for _ in range(3):
-            journal.retry()
+            journal.write()
         assert journal.waiting == 0
         assert ledger.append(ev.Noted(t=2.0, what="and again")) > 0
     assert [level for level, _ in told] == ["error"]
