@@ -63,7 +63,7 @@ class Nobody:
     def arrival(self, _node: str) -> None:
         return None
 
-    def close(self) -> None: ...
+    def close(self, *, over: bool) -> None: ...
 
 
 def supervise(job: str) -> int:

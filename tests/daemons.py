@@ -72,7 +72,7 @@ class RemoteBystander:
     def arrival(self, node):
         return self.arrivals.pop(node, None)
 
-    def close(self):
+    def close(self, *, over):
         pass
 
 
