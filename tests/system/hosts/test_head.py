@@ -102,3 +102,23 @@ def test_the_head_node_is_cut_off_and_another_takes_over(make_run, cluster, refe
     assert_resumed_right(job)
     assert_told_once(job)
     assert_losses_so_far(job, reference(STEPS))
+
+
+def test_the_head_node_trains_too_and_loses_its_power(make_run, cluster, reference):
+    """Its daemon, its agent and rank 0 are gone at once; the other host ends its worker by itself; `ckptd run` goes on."""
+    job = make_run(*TRAINING, hosts=("h1", "h2"))
+    job.start()
+    job.training(1, on={"h1", "h2"})
+    cluster["h1"].power_off()
+    job.process.wait()
+    job.wait_until(lambda: not job.watcher.workers(), "h2 ends its worker")
+    cluster["h1"].power_on()
+    job.start()
+    job.training(2, on={"h1", "h2"})
+    assert_told_truly(job, attempt=2, world=2)
+    stop(job)
+    (lost,) = job.of(ev.Interrupted)
+    assert (lost.severity, lost.node) == ("node", "h1"), "h2 did nothing wrong"
+    assert_resumed_right(job)
+    assert_told_once(job)
+    assert_losses_so_far(job, reference(STEPS))
