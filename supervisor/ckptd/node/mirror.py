@@ -121,7 +121,8 @@ class Mirror(threading.Thread):
                 stop=self._stop_event,
             )  # fmt: skip
         except OSError as error:
-            self._failed(newest, source, error)
+            if source == self._source:  # else it was lost, and the one that took its place has failed in nothing
+                self._failed(newest, source, error)
             return
         self._failures, self._not_before = 0, 0.0
         self._settled = committed

@@ -262,6 +262,27 @@ def test_a_commit_that_was_overtaken_is_left_out_and_a_dead_peer_is_tried_again(
 # --- who is answered, and what ----------------------------------------------------------------------------------------
 
 
+def test_a_source_that_is_lost_while_it_is_dialled_does_not_hold_up_the_one_after_it(nodes):
+    commit(nodes, 1)
+    lost, next_one, node = nodes[2], nodes[0], nodes[1]
+    dialled, over, dial = threading.Event(), threading.Event(), node.dial
+
+    def to(source):
+        if source.node == next_one.name:
+            return dial(source)
+        dialled.set()
+        assert over.wait(30)
+        raise TimeoutError("nothing answers")
+
+    node.dial = to
+    node.follow(lost)
+    assert dialled.wait(30)
+    node.mirror.follow(next_one.source())
+    over.set()
+    assert node.wait_for("checkpoint_mirrored")["source"] == next_one.name
+    assert "copy_failed" not in [kind for kind, _ in node.events]
+
+
 def test_without_the_secret_nothing_is_said(nodes):
     with pytest.raises(StoreError):
         Peer.dial(node="a", host="127.0.0.1", port=nodes[0].server.port, secret=bytes(32), me="x")

@@ -29,14 +29,14 @@ class HostsJob(Job):
         self.cluster = machines
         self.head = machines[head]
         settings = {
-            "launcher": "ssh", "hosts": list(hosts), "devices_per_node": 1, "heartbeat_timeout": "8s",
+            "launcher": "ssh", "hosts": list(hosts), "devices_per_node": 1, "heartbeat_timeout": "10s",
             "fence_timeout": "3s", **sections.pop("cluster", {}),
         }  # fmt: skip
         self.inside = f"/tmp/shared/{name}"
         super().__init__(machines.shared / name, *args, cluster=settings, **sections)
         self.run_dir_inside = f"/tmp/runs/{name}"
         self.run_dir = self.on_disk(self.head)
-        self.spec["checkpoint"]["tiers"][0]["shared"] = True
+        self.spec["checkpoint"]["tiers"][0].setdefault("shared", True)
         # What it is called there.
         self.spec = json.loads(json.dumps(self.spec).replace(str(self.directory), self.inside))
         self.spec["run_dir"] = self.run_dir_inside
