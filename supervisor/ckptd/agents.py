@@ -77,6 +77,11 @@ class Sessions:
         """Do not wait for agents that leave."""
         self._hurried = True
 
+    @property
+    def hurried(self) -> bool:
+        """Whether nothing is to be waited for any more."""
+        return self._hurried
+
     def session(self, node: str) -> Session | None:
         """The connection of a node's agent."""
         return self._sessions.get(node)

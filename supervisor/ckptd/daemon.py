@@ -59,6 +59,8 @@ HOLD_S = 3600.0
 """How long a checkpoint is kept for a reader that does not say when it is done."""
 HELLO_PATIENCE_S = 10.0
 """How long a connection may say nothing before it is closed."""
+MIRROR_S = 30.0
+"""How long the last commit of a run may take to come to lie on two nodes, once the run is over."""
 DRAIN_S = 600.0
 """How long the last commit of a run may take to every tier, once the run is over."""
 MAX_RECORDS = 100
@@ -242,6 +244,7 @@ class Daemon:
             await self._rehearsal.close()
             self._notifier.stopping()
             if self.picture.run.status is Status.ENDED:
+                await self._until_mirrored(min(self._drain_s(), MIRROR_S))
                 await self.agents.dismiss(self._drain_s())
             self._journal.close()
         finally:
@@ -427,9 +430,20 @@ class Daemon:
             return
         for session in self.agents.sessions():
             order = orders.mirror(state, session.node)
-            if order is not None and session.mirror != order:
+            if session.mirror != order:
                 session.mirror = order
                 session.channel.send(order)
+
+    async def _until_mirrored(self, most_s: float) -> None:
+        """At the end of a run: let the last commit come to lie on two nodes, where each has its own tier."""
+        deadline = time.monotonic() + most_s
+        while time.monotonic() < deadline and not self.agents.hurried:
+            state, book = self.picture.run, {tier.name: tier for tier in self.picture.tiers}
+            nodes = [name for name in state.placement if self.agents.session(name) is not None]
+            tier = book[state.own_tiers[0]] if state.own_tiers else None
+            if tier is None or len(nodes) < 2 or tier.mirrored_sequence >= tier.newest_sequence:
+                return
+            await asyncio.sleep(0.05)
 
     def _drain_s(self) -> float:
         """What may be waited for at the end; somebody who wants to stop now waits for nothing."""

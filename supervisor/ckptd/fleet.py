@@ -181,12 +181,22 @@ class Fleet(Sessions):
             )
         )  # fmt: skip
 
+    def _hears(self, sessions: list[Session]) -> bool:
+        return any(self.session(session.node) is session for session in sessions)
+
     async def dismiss(self, drain_s: float = 0.0) -> None:
         """Have every agent leave. Those that cannot be told do so by themselves, in time."""
         if not self.superseded:
-            for session in self.sessions():
-                session.channel.send({"type": "exit", "drain_s": drain_s})
             deadline = time.monotonic() + drain_s + FAREWELL_S
+            # The one that sees to the slower tiers first: the others may hold a part of what it brings there.
+            first = [session for session in self.sessions() if session.promotion.get("here")]
+            for session in first:
+                session.channel.send({"type": "exit", "drain_s": drain_s})
+            while self._hears(first) and time.monotonic() < deadline and not self._hurried:
+                await asyncio.sleep(0.02)
+            for session in self.sessions():
+                if session not in first:
+                    session.channel.send({"type": "exit", "drain_s": drain_s})
             while self.sessions() and time.monotonic() < deadline and not self._hurried:
                 await asyncio.sleep(0.02)
             silent = [n for n, w in self._watches.items() if w.met and (w.lost or self.session(n) is not None)]

@@ -241,12 +241,16 @@ def _source(state: RunState, node: str) -> dict[str, Any]:
     return {"node": node, "host": state.nodes[node].address or "127.0.0.1", "port": state.nodes[node].port}
 
 
-def mirror(state: RunState, node: str) -> Message | None:
-    """Whose files a node is to hold a second copy of: those of the node before it in the attempt's ring. None: no one's."""
+def mirror(state: RunState, node: str) -> Message:
+    """Whose files a node is to hold a second copy of: those of the node before it in the attempt's ring; None: no one's."""
     nodes = list(state.placement)
-    if not state.own_tiers or len(nodes) < 2 or node not in nodes:
-        return None
-    return {"type": "mirror", "tier": state.own_tiers[0], "from": _source(state, nodes[nodes.index(node) - 1])}
+    alone = len(nodes) < 2 or node not in nodes
+    return {
+        "type": "mirror",
+        "tier": state.own_tiers[0],
+        "from": None if alone else _source(state, nodes[nodes.index(node) - 1]),
+        "peers": [_source(state, other) for other in nodes if other != node],
+    }
 
 
 def _skip_to(state: RunState) -> int | None:

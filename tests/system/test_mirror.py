@@ -10,6 +10,7 @@ import time
 import pytest
 
 from ckptd.core import events as ev
+from ckptd.tiers import PosixStore, verify
 from ckptd_shim.contract import COMMITTED, Marker
 from system.checks import assert_same_losses
 from system.nodes import HOSTS, Nodes
@@ -75,3 +76,28 @@ def test_a_node_that_loses_its_memory_gets_its_files_from_the_other_one(make_nod
     assert_same_losses(job, reference(60))
     newest = max(own_directory(tmp_path, HOSTS[0]).glob(f"*/{COMMITTED}"))
     assert Marker.read(newest).step == 60
+
+
+def test_half_of_the_ranks_are_lost_with_their_node_and_the_rest_goes_on_from_memory(make_nodes, tmp_path):
+    disk = {"name": "disk", "path": str(tmp_path / "disk"), "shared": True, "promote": 1, "keep_last": 2}
+    hosts = tuple({"host": host, "devices": 2} for host in HOSTS)
+    job = make_nodes("--steps", "60", "--pause", "0.1", hosts=hosts, tiers=(disk,), cluster={"min_devices": 2})
+    job.start()
+    job.wait_until(lambda: mirrored(job) >= 1, "a commit with a second copy")
+    job.wait_for(ev.CheckpointCopied, lambda e: e.tier == "disk")
+
+    # Node 0, with rank 0, is gone for good, and its memory with it.
+    job.cut(HOSTS[0])
+    os.kill(job.agent(HOSTS[0]).pid, signal.SIGKILL)
+    for worker in job.workers_on(HOSTS[0], 1).values():
+        os.kill(worker, signal.SIGKILL)
+    shutil.rmtree(tmp_path / HOSTS[0])
+    again = job.wait_for(ev.AttemptLaunched, lambda e: e.attempt == 2)
+    assert (again.world_size, list(again.placement)) == (2, [HOSTS[1]])
+    assert again.resume["tier"] == "memory", job.story()
+    assert again.resume["sequence"] >= 1
+    assert job.wait() == 0, job.output() + job.story()
+    last = job.of(ev.SaveCommitted)[-1]
+    assert last.step == 60
+    (newest,) = (tmp_path / "disk" / "job").glob("step_000000060.a*")
+    verify(PosixStore(str(newest.parent)), newest.name, last.marker_crc32c)

@@ -121,6 +121,7 @@ class Agent:
         self._neighbours = Neighbours(
             node=node, run_id=run_id, secret=secret or b"", keeper=self._keeper, emit=self._link.event
         )
+        self._keeper.together = self._neighbours.copy_together
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # --- the two threads ---

@@ -13,7 +13,7 @@ from ckptd.errors import CkptdError, UsageError
 from ckptd.link import Message
 from ckptd.node import inventory, lookup, retire
 from ckptd.node.inuse import InUse
-from ckptd.node.promote import Promoter
+from ckptd.node.promote import Promoter, Together
 from ckptd.node.retire import Holdings
 from ckptd.node.tiers import Found, Tier, clear_graves, marker_key
 from ckptd.tiers import Copied, Crew, NoSuchFile
@@ -37,6 +37,8 @@ class Keeper:
         self.tiers: list[Tier] = []
         """Fastest first; as the daemon said last."""
         self.in_use = InUse()
+        self.together: Together | None = None
+        """Copies commits of which each node holds a part."""
         self._run_id = run_id
         self._emit = emit
         self._say = say
@@ -63,15 +65,16 @@ class Keeper:
 
         From then on it goes on without a daemon.
         """
-        if not here or len(self.tiers) < 2 or not all(tier.shared for tier in self.tiers):
+        if not here or len(self.tiers) < 2:
             if self._promoter is not None:
                 self._promoter.close()
                 self._promoter = None
             return
         if self._promoter is None:
             self._promoter = Promoter(
-                tiers=self.tiers, run_id=self._run_id, crew=self._crew, in_use=self.in_use, tell=self._from_threads()
-            )
+                tiers=self.tiers, run_id=self._run_id, crew=self._crew, in_use=self.in_use, tell=self._from_threads(),
+                together=self.together,
+            )  # fmt: skip
         self._promoter.set_every(every)
 
     def saw(self, kind: str, event: Message) -> None:

@@ -64,11 +64,16 @@ class Mirror(threading.Thread):
         self._wake = threading.Event()
         self._stop_event = threading.Event()
 
-    def follow(self, source: Source) -> None:
-        """Copy this node's files from now on."""
+    def follow(self, source: Source | None) -> None:
+        """Copy this node's files from now on; None: nobody's."""
         if source != self._source:
             self._source, self._failures, self._not_before, self._settled = source, 0, 0.0, None
         self._wake.set()
+
+    @property
+    def following(self) -> str:
+        """Name of the node whose files are copied; empty: none."""
+        return self._source.node if self._source is not None else ""
 
     def close(self) -> None:
         """Have the thread end; a copy that is under way stays half done."""

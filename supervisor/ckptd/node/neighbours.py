@@ -7,18 +7,19 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
+from ckptd.core.holdings import from_ranges
 from ckptd.link import Message
-from ckptd.node import gather
+from ckptd.node import gather, together
 from ckptd.node.gather import Source, Wanted
 from ckptd.node.keeper import Keeper
 from ckptd.node.mirror import Mirror
-from ckptd.node.peers import Connection, Peer, PeerServer, send_file
-from ckptd.node.shelf import Shelf
-from ckptd.node.tiers import Tier
-from ckptd.tiers import Crew, NoSuchFile, Pace, StoreError
+from ckptd.node.peers import Answer, Beating, Connection, Peer, PeerServer, send_file
+from ckptd.node.shelf import Commit, Shelf, commit_of, places_of
+from ckptd.node.tiers import Found, Tier
+from ckptd.tiers import Copied, Crew, NoSuchFile, Pace, StoreError
 from ckptd_shim import contract
 
 READ_PATIENCE_S: Final = 120.0
@@ -48,6 +49,8 @@ class Neighbours:
         self._shelf = Shelf()
         self._server: PeerServer | None = None
         self._mirror: Mirror | None = None
+        self._peers: dict[str, Source] = {}
+        """The other nodes of the attempt."""
 
     def configure(self, tiers: list[Tier], bytes_per_s: float | None) -> None:
         """Use these tiers from now on."""
@@ -61,6 +64,11 @@ class Neighbours:
         if self._server is not None:
             self._server.close()
 
+    @property
+    def answers(self) -> dict[str, Answer]:
+        """What other agents may ask for."""
+        return {"get": self._get, "contribute": self._contribute}
+
     # --- what the daemon asks for ---
 
     async def tell_holdings(self, order: Message, address: str) -> None:
@@ -69,7 +77,7 @@ class Neighbours:
             self._server.close()
             self._server = None
         if self._server is None:
-            self._server = PeerServer(host=address, secret=self._secret, answers={"get": self._get})
+            self._server = PeerServer(host=address, secret=self._secret, answers=self.answers)
         begun = time.monotonic()
         holdings: list[dict[str, Any]] = []
         rejected: list[dict[str, Any]] = []
@@ -127,7 +135,25 @@ class Neighbours:
                 dial=self._dial, tell=self._from_threads(), bytes_per_s=self._rate,
             )  # fmt: skip
             self._mirror.start()
-        self._mirror.follow(Source.from_dict(order["from"]))
+        self._mirror.follow(None if order["from"] is None else Source.from_dict(order["from"]))
+        self._peers = {source.node: source for source in map(Source.from_dict, order["peers"])}
+
+    def copy_together(self, found: Found, source: Tier, target: Tier, pace: Pace) -> Copied:
+        """Have every node of the attempt bring its part of a commit to a slower tier. From a thread. Raises StoreError."""
+        return together.copy(
+            commit_of(source, found.name, found.marker_crc32c or None), target, me=self._node, peers=self._peers,
+            dial=self._dial, own=lambda commit, places: self._bring(commit, target, places, pace), pace=pace,
+        )  # fmt: skip
+
+    def _bring(self, commit: Commit, target: Tier, places: Collection[int], pace: Pace) -> int:
+        """This node's part of that. `places`: which files; onto a tier of its own, all that it holds."""
+        with self._keeper.in_use.hold(commit.path):
+            if target.shared:
+                return together.bring(commit, target, places, pace=pace)
+            wanted = places_of(commit.marker, self._node)
+            if self._mirror is not None:
+                wanted |= places_of(commit.marker, self._mirror.following)
+            return together.bring_all(commit, target, shelf=self._shelf, hoped_for=wanted, pace=pace)
 
     def _from_threads(self) -> Callable[..., None]:
         loop = asyncio.get_running_loop()
@@ -148,6 +174,17 @@ class Neighbours:
         return tier
 
     # --- what other agents ask for ---
+
+    def _contribute(self, connection: Connection, request: Message) -> None:
+        """Bring files of a commit, as they are here, to a slower tier."""
+        source, target = self._own(request["tier"]), self._tiers.get(str(request["to"]))
+        name = str(request["name"])
+        if target is None or target == source or contract.parse_checkpoint_dirname(name) is None:
+            raise StoreError(f"nothing goes from {source.name} to {request['to']!r} under the name {name!r}")
+        commit = commit_of(source, name, str(request["marker_crc32c"]))
+        places = {place for place in from_ranges(request["places"]) if place < len(commit.marker.files)}
+        moved = self._bring(commit, target, places, Beating(connection))
+        connection.send({"type": "contributed", "moved": moved})
 
     def _get(self, connection: Connection, request: Message) -> None:
         """One file of a commit, as it is here."""

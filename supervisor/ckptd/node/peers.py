@@ -34,6 +34,7 @@ SILENCE_S: Final = 120.0
 IDLE_S: Final = 600.0
 """How long a connection may stay without a request."""
 DIAL_TIMEOUT_S: Final = 10.0
+BEAT_S: Final = 1.0
 MAX_STRANGERS: Final = 32
 """Connections without a proof; a new one pushes the oldest out."""
 NICENESS: Final = 15
@@ -222,6 +223,22 @@ def give_way() -> None:
     """Have this thread take what training leaves."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+class Beating(Pace):
+    """The pace of work that another agent waits for: it is told now and then that there is progress."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+        self._told = time.monotonic()
+        self._bytes_told = 0
+
+    def beat(self, count: int = 0) -> None:
+        super().beat(count)
+        if self.last - self._told >= BEAT_S:
+            self._connection.send({"type": "beat", "bytes": self.bytes - self._bytes_told})
+            self._told, self._bytes_told = self.last, self.bytes
 
 
 def send_file(connection: Connection, reader: Reader, size: int) -> None:

@@ -37,6 +37,8 @@ DRAIN_RETRY_S: Final = 1.0
 
 Tell = Callable[..., None]
 """(kind of event, attempt=..., **data); called from any thread."""
+Together = Callable[[Found, Tier, Tier, Pace], Copied]
+"""Copies a commit from a tier of which each node has its own to another one. Raises StoreError."""
 
 
 def retry_after(failures: int, *, jitter: float) -> float:
@@ -54,12 +56,15 @@ class Promoter:
         in_use: is told which checkpoints are read and written.
         tell: takes events.
         stall_s: see `STALL_S`.
+        together: copies a commit of which each node holds a part; None: there is no such tier.
     """
 
     def __init__(
-        self, *, tiers: list[Tier], run_id: str, crew: Crew, in_use: InUse, tell: Tell, stall_s: float = STALL_S
-    ) -> None:
+        self, *, tiers: list[Tier], run_id: str, crew: Crew, in_use: InUse, tell: Tell, stall_s: float = STALL_S,
+        together: Together | None = None,
+    ) -> None:  # fmt: skip
         self.tiers = tiers
+        self.together = together
         self.known: dict[str, str] = {}
         """CRC-32C of markers by `marker_key`, as far as they are known."""
         self.suspects: Sequence[Range] = ()
@@ -344,9 +349,14 @@ class _Worker(threading.Thread):
         raise failure
 
     def _stream(self, found: Found, pace: Pace) -> Copied:
-        source = next(tier for tier in self._sources if tier.name == found.tier).store()
+        tier = next(tier for tier in self._sources if tier.name == found.tier)
+        source = tier.store()
         target = self.target.store()
         with self._in_use.hold(found.path):
+            if not tier.shared:
+                if self._shared.together is None:
+                    raise StoreError(f"tier {tier.name!r}: no other node is known to have the rest of {found.name}")
+                return self._shared.together(found, tier, self.target, pace)
             try:
                 return copy_checkpoint(source, target, found.name, expected_crc32c=found.marker_crc32c, pace=pace)
             except StoreError as error:

@@ -22,6 +22,7 @@ from ckptd.tiers import NoSuchFile, Pace, Store, StoreError, read_marker
 from ckptd.tiers.base import CHUNK, chunks
 from ckptd_shim import contract
 from ckptd_shim.contract import FileDigest, Marker
+from ckptd_shim.digest import crc32c_bytes
 
 VERIFIED: Final = 2
 """So many of the newest commits are read before they are told; an older one is, before anything is resumed from it."""
@@ -47,6 +48,11 @@ class Commit:
     marker: Marker
     data: bytes
     """The marker's very bytes."""
+
+    @property
+    def crc(self) -> str:
+        """CRC-32C of the marker."""
+        return crc32c_bytes(self.data)
 
     @property
     def path(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import crc32c
@@ -18,6 +18,8 @@ from ckptd.tiers.watched import Pace
 from ckptd_shim import contract
 from ckptd_shim.contract import ContractError, FileDigest, Marker
 from ckptd_shim.digest import crc32c_bytes
+
+_LOOK_AGAIN_S = 0.5
 
 
 class Occupied(StoreError):
@@ -103,15 +105,37 @@ def copy_checkpoint(
     pace = pace or Pace()
     marker, data = read_marker(source, name, expected_crc32c)
     pace.beat()
-    if _occupied(target, name, data):
+    if occupied(target, name, data):
         return Copied(bytes=sum(f.size for f in marker.files), moved=0, seconds=time.monotonic() - begun)
+    begin_copy(target, name, marker, pace)
+    moved = copy_files(source, target, name, marker, marker.files, pace=pace)
+    commit_copy(target, name, data, marker.files, pace=pace)
+    return Copied(bytes=sum(f.size for f in marker.files), moved=moved, seconds=time.monotonic() - begun)
+
+
+def begin_copy(target: Store, name: str, marker: Marker, pace: Pace) -> None:
+    """Make ready for a copy, and drop what does not belong into it. Raises StoreError."""
     left = target.begin(name, marker.run_id)
     pace.beat()
     wanted = {contract.OWNER, *(f.name for f in marker.files)}
     target.drop(name, [file for file, size in left.items() if file not in wanted or size < 0])
+
+
+def copy_files(
+    source: Store, target: Store, name: str, marker: Marker, files: Sequence[FileDigest], *, pace: Pace
+) -> int:
+    """Bring some of a checkpoint's files into a copy of it that was begun, each verified there. Returns the bytes moved.
+
+    Several nodes may do this for the same copy, each with files of its own.
+
+    Raises:
+        Damaged: one is not what was committed; the copy is given up.
+        StoreError: source or target failed.
+    """
+    left = target.begin(name, marker.run_id)
     buffer = bytearray(CHUNK)
     moved = 0
-    for listed in marker.files:
+    for listed in files:
         if left.get(listed.name) == listed.size:
             try:
                 _read_back(target, name, listed, buffer, pace)
@@ -129,23 +153,41 @@ def copy_checkpoint(
             target.drop(name, [listed.name])
             raise StoreError(f"{error}, right after it was written there") from error
         moved += listed.size
-    pace.beat()
-    there = target.copied_sizes(name)
-    if any(there.get(listed.name) != listed.size for listed in marker.files):
-        raise StoreError(f"{target.path(name)}: something else has changed the copy while it was made")
+    return moved
+
+
+def commit_copy(
+    target: Store, name: str, data: bytes, files: Sequence[FileDigest], *, pace: Pace, patience_s: float = 0.0
+) -> None:
+    """Commit a copy that has these files. A directory that other nodes write into may show them late: `patience_s`.
+
+    Raises:
+        StoreError: one of them is not there, or has another size.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        pace.beat()
+        there = target.copied_sizes(name)
+        if all(there.get(listed.name) == listed.size for listed in files):
+            break
+        if time.monotonic() >= deadline:
+            raise StoreError(f"{target.path(name)}: something else has changed the copy while it was made")
+        time.sleep(_LOOK_AGAIN_S)
     target.commit(name, data)
-    return Copied(bytes=sum(f.size for f in marker.files), moved=moved, seconds=time.monotonic() - begun)
 
 
-def _occupied(target: Store, name: str, data: bytes) -> bool:
-    """Whether the target holds this very checkpoint already. Raises Occupied where it holds another one."""
+def occupied(target: Store, name: str, data: bytes, *, partial: bool = False) -> bool:
+    """Whether the target holds this very checkpoint already. Raises Occupied where it holds another one.
+
+    `partial`: a part of it will do, where each node holds one.
+    """
     try:
         there = target.marker(name)
     except (NoSuchFile, Damaged):
         return False
     if there == data:
         try:
-            verify(target, name)
+            verify(target, name, partial=partial)
         except Damaged:
             return False
         return True

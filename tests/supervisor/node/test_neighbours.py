@@ -23,8 +23,8 @@ from ckptd.node.mirror import Mirror
 from ckptd.node.neighbours import Neighbours
 from ckptd.node.peers import Peer, PeerServer
 from ckptd.node.shelf import Shelf, needed_by
-from ckptd.node.tiers import Tier
-from ckptd.tiers import Crew, Pace, StoreError
+from ckptd.node.tiers import Tier, scan
+from ckptd.tiers import Crew, Pace, StoreError, verify
 from ckptd_shim import contract
 from ckptd_shim.contract import COMMITTED, FileDigest, Marker
 from ckptd_shim.digest import crc32c_bytes
@@ -42,7 +42,7 @@ class Node:
         keeper = Keeper("r", emit=self.emit, say=lambda _message: None)
         self.neighbours = Neighbours(node=name, run_id="r", secret=SECRET, keeper=keeper, emit=self.emit)
         self.neighbours.configure([self.tier], None)
-        self.server = PeerServer(host="127.0.0.1", secret=SECRET, answers={"get": self.neighbours._get})
+        self.server = PeerServer(host="127.0.0.1", secret=SECRET, answers=self.neighbours.answers)
         self.shelf = Shelf()
         self.events = []
         self.changed = threading.Condition()
@@ -252,7 +252,7 @@ def test_a_commit_that_was_overtaken_is_left_out_and_a_dead_peer_is_tried_again(
     nodes[1].follow(nodes[0])
     assert "cannot be reached" in nodes[1].wait_for("copy_failed")["error"]
     second, _, _ = commit(nodes, 2)
-    nodes[0].server = PeerServer(host="127.0.0.1", secret=SECRET, answers={"get": nodes[0].neighbours._get})
+    nodes[0].server = PeerServer(host="127.0.0.1", secret=SECRET, answers=nodes[0].neighbours.answers)
     nodes[1].mirror.follow(nodes[0].source())
     assert nodes[1].wait_for("checkpoint_mirrored")["sequence"] == 2
     assert "__0_0.distcp" in nodes[1].files(second)
@@ -394,3 +394,75 @@ def test_what_ranks_need_is_all_tensors_where_nobody_said():
     assert needed_by(make(needs=[[0], [1]]), [1], 2, everything=False) == {1, 2, 3}
     assert needed_by(make(needs=[[0], [1]]), [1], 2, everything=True) == {0, 1, 2, 3}
     assert needed_by(make(needs=[[0], [1]]), [0, 1, 2], 3, everything=False) == {0, 1, 2}
+
+
+# --- slower tiers -----------------------------------------------------------------------------------------------------
+
+
+def bring_down(nodes, name, target):
+    """The first node leads; every node knows `target`, a function of its name."""
+    for node in nodes:
+        node.neighbours.configure([node.tier, target(node.name)], None)
+        others = [{"node": n.name, "host": "127.0.0.1", "port": n.server.port} for n in nodes if n is not node]
+        node.neighbours._peers = {o["node"]: Source.from_dict(o) for o in others}
+        node.neighbours._mirror = node.mirror
+    (found,) = [f for f in scan(nodes[0].tier) if f.name == name]
+    return nodes[0].neighbours.copy_together(found, nodes[0].tier, target(nodes[0].name), Pace())
+
+
+@pytest.mark.parametrize("kind", ["directory", "object store"])
+def test_each_node_brings_its_own_files_and_the_first_commits_the_whole(nodes, tmp_path, kind):
+    name, marker, _ = commit(nodes)
+    place = str(tmp_path / "disk" / "job") if kind == "directory" else f"file://{tmp_path}/far/job"
+    target = Tier(name="disk", directory=place)
+    done = bring_down(nodes, name, lambda _node: target)
+    assert verify(target.store(), name).files == marker.files
+    total = sum(file.size for file in marker.files)
+    assert (done.bytes, done.moved) == (total, total)
+    assert bring_down(nodes, name, lambda _node: target).moved == 0
+
+
+def test_a_lost_nodes_part_comes_from_its_neighbour_and_without_one_nothing_is_committed(nodes, tmp_path):
+    name, marker, _ = commit(nodes)
+    target = Tier(name="disk", directory=str(tmp_path / "disk" / "job"))
+    nodes[1].server.close()
+    with pytest.raises(StoreError, match="node b's part is missing"):
+        bring_down(nodes, name, lambda _node: target)
+    assert not os.path.exists(os.path.join(target.directory, name))
+    nodes[2].follow(nodes[1])
+    nodes[1].server = PeerServer(host="127.0.0.1", secret=SECRET, answers=nodes[1].neighbours.answers)
+    nodes[2].mirror.follow(nodes[1].source())
+    nodes[2].wait_for("checkpoint_mirrored")
+    nodes[1].server.close()
+    bring_down(nodes, name, lambda _node: target)
+    assert verify(target.store(), name).files == marker.files
+
+
+def test_onto_disks_of_their_own_nodes_bring_their_copies_too(nodes, tmp_path):
+    name, _, _ = commit(nodes)
+    mirror_all(nodes)
+    target = lambda node: Tier(name="disk", directory=str(tmp_path / node / "disk"), shared=False)  # noqa: E731
+    bring_down(nodes, name, target)
+    report = {n.name: Shelf().tell(target(n.name), "r", {}, Pace()).holdings for n in nodes}
+    for lost in NAMES:
+        left = {node: held for node, held in report.items() if node != lost}
+        assert holdings.choose(left, ["disk"], run_id="r").sequence == 1
+
+
+def test_another_agent_cannot_be_made_to_write_anywhere_else(nodes, tmp_path):
+    name, _, _ = commit(nodes)
+    target = Tier(name="disk", directory=str(tmp_path / "disk" / "job"))
+    nodes[0].neighbours.configure([nodes[0].tier, target], None)
+    crc = nodes[0].told().holdings[0]["marker_crc32c"]
+    good = {"type": "contribute", "tier": "memory", "to": "disk", "name": name, "marker_crc32c": crc, "places": []}
+    with nodes[1].dial(nodes[0].source()) as peer:
+        for wrong in (
+            {"to": "memory"},
+            {"to": str(tmp_path)},
+            {"name": "../x"},
+            {"marker_crc32c": "0" * 8},
+            {"places": 3},
+        ):
+            with pytest.raises(StoreError):
+                peer.ask(good | wrong)
+        assert peer.ask(good)["moved"] == 0
