@@ -324,7 +324,7 @@ class _Step:
 
     def _last_words(self) -> str:
         said = [line for line in tail_of(self._log, 4000).splitlines() if line.strip() and MARK not in line]
-        return f" and said {shortened(said[-1])}" if said else ""
+        return f" and said: {' / '.join(line.strip()[:200] for line in said[-2:])}" if said else ""
 
     def _forget_old_logs(self) -> None:
         """Of steps whose end nobody saw, since a daemon died. One that is still written to is no loss."""

@@ -117,11 +117,12 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """The node is gone at once: its slurmd, its step daemons, and all that they started."""
-        doomed = self._of_node(node)
+        doomed = [*self._of_node(node), self._started[node].pid]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # nobody there is to tell of another's end
+            for pid in doomed:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, number)
         self._kill(node)
-        for pid in doomed:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
 
     def _of_node(self, node: str) -> list[int]:
         """What runs on a node: slurmd is the parent of no step, but what a step starts has its node's name."""
