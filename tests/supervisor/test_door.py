@@ -237,3 +237,11 @@ def test_hosts_that_no_address_reaches_are_named(tmp_path):
     spec, run_dir = job(tmp_path, hosts=["nowhere.invalid"])
     with pytest.raises(PortTaken, match=r"known to reach nowhere\.invalid: name one as cluster\.listen"):
         door.open_door(spec, run_dir, epoch=0)
+
+
+def test_a_node_that_is_this_machine_dials_the_address_that_other_nodes_reach(monkeypatch):
+    known = {"here": "127.0.0.1", "there": "10.9.9.9", "nowhere": "host.invalid"}
+    towards = {"127.0.0.1": "127.0.0.1", "10.9.9.9": "10.9.9.1"}
+    monkeypatch.setattr(door, "_address_towards", towards.get)  # no route of this machine is to matter
+    assert door._addresses(list(known), known) == {"here": "10.9.9.1", "there": "10.9.9.1"}
+    assert door._addresses(["here"], known) == {"here": "127.0.0.1"}

@@ -690,3 +690,23 @@ def test_plain_and_quoted_are_told_apart():
     assert values == {"a": "5", "b": "5", "c": None, "d": "~", "e": ["x"]}
     assert isinstance(values["a"], yamltext.Plain)
     assert not isinstance(values["b"], yamltext.Plain)
+
+
+def test_what_the_nodes_of_an_allocation_cannot_give_is_said_when_they_are_known(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        MINIMAL + "cluster: {launcher: slurm, devices_per_node: 2, min_devices: 4, spares: 1, fence_timeout: 5s}\n"
+    )
+    (tmp_path / "train.py").touch()
+    spec = load(path)
+    assert spec.policy("r").nodes == ()
+    with pytest.raises(JobSpecError) as caught:
+        spec.on_nodes(["n1", "n2"])
+    devices, sharing = caught.value.problems
+    assert devices == f"{path}: cluster.min_devices: the 2 devices of the allocation are less than 4"
+    assert sharing.startswith(f"{path}: checkpoint.tiers[0].shared: say `shared: true` if every node sees")
+    with pytest.raises(JobSpecError, match="cluster.spares: 1 of the 1 nodes of the allocation leaves none"):
+        spec.on_nodes(["n1"])
+    shared = MINIMAL.replace("path: ck", "path: ck, shared: true")
+    path.write_text(shared + "cluster: {launcher: slurm, devices_per_node: 2}\n")
+    assert load(path).on_nodes(["n1", "n2"]).policy("r").nodes == ("n1", "n2")

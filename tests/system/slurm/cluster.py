@@ -125,16 +125,16 @@ class Cluster:
         self._kill(node)
 
     def _of_node(self, node: str) -> list[int]:
-        """What runs on a node: slurmd is the parent of no step, but what a step starts has its node's name."""
+        """What runs on a node: step daemons, which write into its log, and what steps started, which knows its name."""
+        log = os.fsencode(self.directory / f"slurmd.{node}.log")
         found = []
         for entry in os.listdir("/proc"):
             if entry.isdecimal():
                 with contextlib.suppress(OSError):
                     environment = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
-                    stepd = Path(f"/proc/{entry}/cmdline").read_bytes().startswith(b"slurmstepd: ")
                     ours = f"SLURM_CONF={self.conf}".encode() in environment
                     named = f"SLURMD_NODENAME={node}".encode() in environment
-                    if ours and (named or (stepd and f"spool.{node}".encode() in self._files(entry))):
+                    if (ours and named) or log in self._files(entry).splitlines():
                         found.append(int(entry))
         return found
 

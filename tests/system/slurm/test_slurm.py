@@ -14,7 +14,13 @@ from system.slurm.cluster import Cluster, missing
 from system.slurm.jobs import SlurmJob
 
 WHY_NOT = missing()
-pytestmark = [pytest.mark.system, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+    pytest.mark.timeout(
+        400
+    ),  # Slurm itself waits for a minute in all: until a node is down, and before a job is queued again
+]
 
 
 @pytest.fixture(scope="module")
