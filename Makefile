@@ -22,7 +22,7 @@ help:
 	@echo "make demo    run the example job under ckptd, break it twice, see it recover (one to three minutes)"
 	@echo "make test    check the code, then run all tests"
 	@echo "make check   ruff and mypy only"
-	@echo "make soak    fault after fault for SECONDS=600, or as long as you say"
+	@echo "make soak    fault after fault for SECONDS=600, or as long as you say, and 100 kills in the middle of saves"
 	@echo "make clean   remove $(VENV)"
 
 setup: $(STAMP)
@@ -52,6 +52,7 @@ test: check
 
 soak: setup
 	CKPTD_SOAK_S=$(SECONDS) $(BIN)/python -m pytest -s tests/system/test_soak.py
+	CKPTD_KILLS=100 $(BIN)/python -m pytest -s tests/system/test_kills.py
 
 clean:
 	rm -rf $(VENV)

@@ -111,8 +111,9 @@ class Job:
         return [event for event in self.events() if isinstance(event, kind)]
 
     def wait_for(
-        self, kind: type[ev.Event], where: Callable[[Any], bool] = lambda _event: True, *, timeout: float = PATIENCE_S
-    ) -> Any:
+        self, kind: type[ev.Event], where: Callable[[Any], bool] = lambda _event: True, *, timeout: float = PATIENCE_S,
+        poll_s: float = 0.02,
+    ) -> Any:  # fmt: skip
         """The first event of a kind that satisfies `where`, as soon as it is in the ledger."""
         deadline = time.monotonic() + timeout
         while True:
@@ -122,7 +123,7 @@ class Job:
             ended = self.process is not None and self.process.poll() is not None
             if ended or time.monotonic() > deadline:
                 raise AssertionError(f"no such {kind.__name__}\n{self.output()}\n{self.story()}")
-            time.sleep(0.02)
+            time.sleep(poll_s)
 
     def wait_until(self, true: Callable[[], bool], what: str, *, timeout: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + timeout
