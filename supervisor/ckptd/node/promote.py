@@ -341,7 +341,9 @@ class _Worker(threading.Thread):
             except Stalled as error:
                 failure = _Failed(error, found)
             except Exception as error:
-                raise _Failed(error, found) from error
+                if getattr(error, "errno", None) != errno.EIO:
+                    raise _Failed(error, found) from error
+                failure = _Failed(error, found)  # it may be this copy's disk that reads badly
             else:
                 self._copied(found, done)
                 return

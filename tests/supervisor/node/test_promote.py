@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -303,3 +304,92 @@ def test_waits_grow_to_some_minutes_and_are_spread():
     assert [retry_after(k, jitter=0) for k in (1, 2, 3)] == [2.0, 4.0, 8.0]
     assert retry_after(1000, jitter=0) == promote.MAX_RETRY_S
     assert retry_after(1, jitter=-1) < 2.0 < retry_after(1, jitter=1)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A file system of 1 MB and a few inodes where the disk tier lies; `small.remount` changes it."""
+    at = tmp_path / "disk"
+    at.mkdir()
+
+    def mount(options):
+        return subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", at], capture_output=True, check=False)
+
+    if mount("size=4m,nr_inodes=8").returncode != 0:
+        pytest.skip("only root can mount")
+    yield lambda options: subprocess.run(["mount", "-o", f"remount,{options}", at], check=True)
+    subprocess.run(["umount", "-l", at], check=True)
+
+
+def test_a_tier_without_inodes_gives_them_back_and_gets_the_next_copy_when_there_are_some(place, promoting, small):
+    promoter, told = promoting(place)
+    save(promoter, place[0], 10, 1)
+    told.wait_for("checkpoint_copied", tier="disk")
+    save(promoter, place[0], 20, 2, files=6)
+    failed = told.wait_for("copy_failed", tier="disk")
+    assert (failed["errno"], failed["step"]) == (28, 20)
+    assert "No space left on device" in failed["error"]
+    assert ".copy-step_000000020.a0001" in failed["error"], "it does not say which file"
+    assert told.wait_for("checkpoint_copied", 2, tier="far")["step"] == 20, "another tier had to wait"
+    assert os.path.isdir(os.path.join(place[1].directory, "step_000000010.a0001"))
+    verify(place[1].store(), "step_000000010.a0001")
+    small("nr_inodes=100")
+    assert told.wait_for("checkpoint_copied", 2, tier="disk")["step"] == 20
+    assert sorted(os.listdir(place[1].directory)) == ["step_000000010.a0001", "step_000000020.a0001"]
+
+
+def test_a_tier_that_was_made_read_only_says_so_and_is_served_when_it_is_writable(place, promoting, small):
+    promoter, told = promoting(place)
+    save(promoter, place[0], 10, 1)
+    told.wait_for("checkpoint_copied", tier="disk")
+    small("ro")
+    save(promoter, place[0], 20, 2)
+    failed = told.wait_for("copy_failed", tier="disk")
+    assert (failed["errno"], "Read-only file system" in failed["error"]) == (30, True)
+    assert told.wait_for("checkpoint_copied", 2, tier="far")["step"] == 20
+    rules = retire.Holdings(run_id="r")
+    assert retire.prune(Tier(name="disk", directory=place[1].directory, keep_last=1), rules) == []
+    answer = inventory(Question(tiers=place[1:], run_id="r", expected={"disk": 2, "far": 2}))
+    assert answer["chosen"]["step"] == 10, "the newest that workers can read: nothing can be brought there"
+    assert "Read-only" in answer["rejected"][0]["problem"]
+    small("rw,nr_inodes=100")
+    assert told.wait_for("checkpoint_copied", 2, tier="disk")["step"] == 20
+
+
+def failing(monkeypatch, call, number, where):
+    """Have an operating system's call fail for descriptors of files under `where`, for as long as the list has an entry."""
+    real, left = getattr(os, call), [True]
+
+    def fails(fd, *args):
+        if left and where in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(number, os.strerror(number))
+        return real(fd, *args)
+
+    monkeypatch.setattr(os, call, fails)
+    return left
+
+
+def test_a_quota_that_is_used_up_is_told_and_half_a_copy_is_taken_back(place, promoting, monkeypatch):
+    left = failing(monkeypatch, "write", errno.EDQUOT, "/disk/job/.copy-step_000000010.a0001/__1")
+    promoter, told = promoting(place)
+    save(promoter, place[0], 10, 1, files=2)
+    failed = told.wait_for("copy_failed", tier="disk")
+    assert (failed["errno"], "quota exceeded" in failed["error"].lower()) == (errno.EDQUOT, True)
+    assert told.wait_for("checkpoint_copied", tier="far")["step"] == 10
+    left.clear()
+    assert told.wait_for("checkpoint_copied", tier="disk")["step"] == 10
+    assert os.listdir(place[1].directory) == ["step_000000010.a0001"]
+
+
+def test_a_disk_that_reads_badly_is_passed_over_for_another_copy(place, promoting, monkeypatch):
+    promoter, told = promoting(place[:2])
+    save(promoter, place[0], 10, 1)
+    told.wait_for("checkpoint_copied")
+    promoter.close()
+    failing(monkeypatch, "readv", errno.EIO, "/memory/job/step_000000010.a0001")
+    _, told = promoting(place)
+    done = told.wait_for("checkpoint_copied", tier="far")
+    assert done["source"].startswith(place[1].directory)
+    answer = inventory(Question(tiers=place, run_id="r"))
+    assert (answer["chosen"]["step"], answer["chosen"]["tier"]) == (10, "disk")
+    assert "Input/output error" in answer["rejected"][0]["problem"]
