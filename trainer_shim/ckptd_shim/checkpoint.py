@@ -30,6 +30,7 @@ from ckptd_shim.guard import NormWatch
 from ckptd_shim.slowdown import Slowdown
 from ckptd_shim.staging import Stager, local
 from ckptd_shim.state import LASTING
+from ckptd_shim.visible import await_files
 from ckptd_shim.writing import (
     TensorWriter,
     check_plan,
@@ -571,6 +572,8 @@ class Saver:
         if job.source is None:
             assert metadata is not None
             check_plan(metadata, {each.name: each.size for each in files})
+        if self.target.node is None:
+            await_files(job.path, files)
         position = job.position
         marker = Marker(
             format=contract.FORMAT,
