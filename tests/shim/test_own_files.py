@@ -10,6 +10,7 @@ from gloo_ranks import run_ranks
 from torch import nn
 
 from ckptd_shim import CheckpointError, TrainerShim
+from ckptd_shim.adopting import adopt
 from ckptd_shim.contract import COMMITTED
 from ckptd_shim.digest import committed_paths, read_marker, verify_checkpoint
 
@@ -76,7 +77,7 @@ def test_files_elsewhere_are_linked_so_the_framework_may_prune_its_own(tmp_path)
 
 
 def test_asked_to_stop_it_stops_when_that_save_is_committed(tmp_path):
-    result = train(tmp_path, 50, interval=1000, stop_at=5)
+    result = train(tmp_path, 10**6, interval=10**7, stop_at=5)  # it ends by being stopped
     assert result["stopping"]
     assert len(result["asked"]) == 1
     (path,) = committed_paths(tmp_path)
@@ -126,3 +127,10 @@ def test_two_ranks_ask_at_the_same_steps_and_resume_each_with_its_own_random_num
     newest = max((read_marker(path) for path in committed_paths(tmp_path / "b")), key=lambda each: each.sequence)
     assert json.loads(newest.to_json())["world_size"] == 2
     assert {file.name for file in newest.files} == {"weights.pt", "extras_rank0", "extras_rank1"}
+
+
+def test_what_another_rank_is_writing_into_the_same_directory_is_not_taken_for_the_frameworks(tmp_path):
+    """Rank 0 digests the framework's files while the others write their extras beside them: half of one is no file."""
+    (tmp_path / "weights.pt").write_bytes(b"weights")
+    (tmp_path / "extras_rank1").write_bytes(b"")
+    assert [file.name for file in adopt(str(tmp_path), str(tmp_path), durable=False)] == ["weights.pt"]

@@ -70,7 +70,7 @@ def test_the_log_of_a_large_site_scaled_to_a_small_job(here):
         own.append(ev.AttemptLaunched(t=i * HOUR, attempt=i + 1, world_size=4, placement={"local": [0, 1, 2, 3]}))
         own.append(ev.Interrupted(t=(i + 1) * HOUR, attempt=i + 1, planned=False, cause="signal", severity="process"))
         own.append(ev.AttemptEnded(t=(i + 1) * HOUR, attempt=i + 1, node="local"))
-    assert mtbf_h(*own) == pytest.approx((100_000 + 120) / 40 / 4)
+    assert mtbf_h(*own) < (100_000 + 120) / 40 / 4  # what a prior alone, that knows of no regimes, would come to
 
 
 def test_validate_shows_it(here, capsys):

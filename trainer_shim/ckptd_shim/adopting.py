@@ -40,7 +40,8 @@ def adopt(source: str, path: str, *, durable: bool) -> list[FileDigest]:
     """Bring the files of `source` into the checkpoint directory `path`, which exists, and digest them. Raises OSError."""
     files = []
     for name in sorted(os.listdir(source)):
-        if name == contract.OWNER:
+        # Where the framework wrote into the checkpoint's own directory, other ranks may be at their extras there just now.
+        if name == contract.OWNER or name.startswith("extras_rank"):
             continue
         target = os.path.join(path, name)
         if not os.path.samefile(source, path):
