@@ -26,7 +26,7 @@ from ckptd.node.neighbours import Neighbours
 from ckptd.node.peers import Peer, PeerServer, give_way
 from ckptd.node.shelf import Shelf, commit_of
 from ckptd.node.tiers import Tier
-from ckptd.tiers import Pace
+from ckptd.tiers import Pace, watched
 from ckptd_shim import contract
 from ckptd_shim.contract import COMMITTED, FileDigest, Marker
 from ckptd_shim.digest import crc32c_file
@@ -56,8 +56,9 @@ def commit(place: str, size: int) -> None:
     ).write(os.path.join(path, COMMITTED))  # fmt: skip
 
 
-def serve(place: str, pipe: Pipe) -> None:
+def serve(place: str, pipe: Pipe, niceness: int) -> None:
     """One node: gives its files as an agent does, and the bytes of one of them to whoever connects to the plain port."""
+    watched.NICE = niceness  # type: ignore[misc]
     keeper = Keeper("r", emit=lambda *_a, **_k: None, say=lambda _m: None)
     neighbours = Neighbours(node="a", run_id="r", secret=SECRET, keeper=keeper, emit=lambda *_a, **_k: None)
     neighbours.configure([tier(place, "a")], None)
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--niceness", type=int, default=watched.NICE, help="0: as if nothing else were to go first")
     args = parser.parse_args()
     size = args.megabytes << 20
     context = multiprocessing.get_context("spawn")
@@ -143,7 +145,7 @@ def main() -> None:
     try:
         commit(place, size)
         near, far = context.Pipe()
-        children.append(context.Process(target=serve, args=(place, far), daemon=True))
+        children.append(context.Process(target=serve, args=(place, far, args.niceness), daemon=True))
         children[-1].start()
         port, plain_port = near.recv()
         plain, copies, plain_cpu, copies_cpu = [], [], [], []
@@ -159,7 +161,7 @@ def main() -> None:
         children[-1].start()
         steps(trainer, 20)
         without, beside = [], []
-        for _ in range(args.repeat):
+        for _ in range(args.repeat if args.steps else 0):
             without += steps(trainer, args.steps)
             busy = context.Process(target=mirror_for_ever, args=(place, port), daemon=True)
             busy.start()
@@ -175,8 +177,9 @@ def main() -> None:
             "plain_cpu_s": statistics.median(plain_cpu),
             "mirror_cpu_s": statistics.median(copies_cpu),
             "mirror_mb_per_s": size / statistics.median(copies) / 1e6,
-            "step_ms": statistics.median(without) * 1e3,
-            "step_ms_while_mirroring": statistics.median(beside) * 1e3,
+            "step_ms": statistics.median(without) * 1e3 if without else None,
+            "step_ms_while_mirroring": statistics.median(beside) * 1e3 if beside else None,
+            "niceness": args.niceness,
             "load": os.getloadavg()[0],
             "cores": os.cpu_count(),
         }

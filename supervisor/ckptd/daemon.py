@@ -212,6 +212,10 @@ class Daemon:
         if isinstance(event, events.SaveCommitted | events.CheckpointCopied):
             self._remember(event)
             self._prune()
+        elif isinstance(event, events.SharingFound):
+            for session in self.agents.sessions():
+                found = orders.tiers(self.spec, session.node, self.picture.run.own_tiers)
+                session.channel.send({"type": "tiers", "tiers": found})
         elif isinstance(event, events.CheckpointMirrored) and self.picture.run.own_tiers:
             self._prune()  # what was kept for want of a newer one with two copies
 
@@ -312,6 +316,8 @@ class Daemon:
         match command:
             case Ask(node=node, what=what, avoid=avoid, suspects=suspects, settle=settle, floor=floor):
                 question: Message = {"type": "ask", "what": what}
+                if what == "sharing":
+                    question |= {"nodes": list(command.nodes), "tiers": list(command.tiers)}
                 if what == "holdings":
                     question["markers"] = dict(self._markers)
                 if what == "inventory":
@@ -575,7 +581,11 @@ class Daemon:
             return
         acknowledged = self._journal.acknowledged(session.node, session.agent_id)
         settings = orders.settings(
-            self.spec, len(hello.get("devices", [])), python=self._python(session.node), node=session.node
+            self.spec,
+            len(hello.get("devices", [])),
+            python=self._python(session.node),
+            node=session.node,
+            own=self.picture.run.own_tiers,
         )
         epoch = self._door.epoch if self._door is not None else 0
         channel.send({"type": "welcome", "settings": settings, "acknowledged": acknowledged, "epoch": epoch})
@@ -633,6 +643,8 @@ class Daemon:
         """What an agent told is in the ledger and in the picture."""
         if isinstance(event, events.HealthReported):
             self.agents.forget_said(session, ("ask", "health"))
+        if isinstance(event, events.SharingReported):
+            self.agents.forget_said(session, ("ask", "sharing"))
         if isinstance(event, events.HoldingsReported):
             self.agents.forget_said(session, ("ask", "holdings"))
             self._say_rejected(event.rejected)

@@ -257,12 +257,6 @@ def _about_hosts(spec: JobSpec) -> Iterator[_Finding]:
     tiers = spec.checkpoint.tiers
     for i, tier in enumerate(tiers):
         key: Key = ("checkpoint", "tiers", i)
-        if len(c.hosts) > 1 and spec.sharing(tier) is None:
-            yield _Finding(
-                "say `shared: true` if every node sees the same files here, as on a network file system, or "
-                "`shared: false` if each node has its own",
-                [(*key, "shared"), key, hosts],
-            )
         if tier.shared and NODE_IN_PATH in (tier.path or ""):
             message = f"nodes that see the same files have one path: leave out `shared: true`, or {NODE_IN_PATH}"
             yield _Finding(message, [(*key, "path"), (*key, "shared")])

@@ -405,12 +405,6 @@ class JobSpec(_Model):
                 problems.append(f"cluster.min_devices: the {total} devices of the allocation are less than {least}")
         hosts = [Host(host=name) for name in names]
         there = self.model_copy(update={"cluster": cluster.model_copy(update={"hosts": hosts})})
-        problems += [
-            f"checkpoint.tiers[{i}].shared: say `shared: true` if every node sees the same files here, as on a network "
-            "file system, or `shared: false` if each node has its own"
-            for i, tier in enumerate(self.checkpoint.tiers)
-            if there.sharing(tier) is None
-        ]
         if problems:
             raise JobSpecError([f"{self._source or 'job.yaml'}: {problem}" for problem in problems])
         return there

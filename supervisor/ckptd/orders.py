@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ckptd.core import holdings as core_holdings
@@ -29,14 +29,21 @@ BEATS_TO_FENCE, BEATS_TO_LOSS = 4, 6
 """So many times, at least, an agent speaks within `fence_timeout` and within `heartbeat_timeout`."""
 
 
-def settings(spec: JobSpec, devices: int = 0, *, python: str | None = None, node: str | None = None) -> Message:
+def tiers(spec: JobSpec, node: str | None, own: Collection[str]) -> list[dict[str, Any]]:
+    """The tiers as a node uses them; `own`: those that the nodes were found not to share, beside what job.yaml says."""
+    return [_tier(spec, tier, node, own) for tier in spec.checkpoint.tiers]
+
+
+def settings(
+    spec: JobSpec, devices: int = 0, *, python: str | None = None, node: str | None = None, own: Collection[str] = ()
+) -> Message:
     """What an agent of a node with so many devices needs to know as soon as it dials in.
 
-    `python`: interpreter of the workers there, if it is another one than job.yaml's for all.
+    `python`: interpreter of the workers there, if it is another one than job.yaml's for all. `own`: see `tiers`.
     """
     script = spec.script_path
     return {
-        "tiers": [_tier(spec, tier, node) for tier in spec.checkpoint.tiers],
+        "tiers": tiers(spec, node, own),
         "mirror_rate": spec.checkpoint.mirror_rate,
         "health_command": spec.health.command,
         "health_interval_s": spec.health.interval,
@@ -70,12 +77,12 @@ def _live_interval(spec: JobSpec) -> float:
     return min(slow, LONGEST_LIVE_INTERVAL_S, max(LIVE_INTERVAL_S, patience))
 
 
-def _tier(spec: JobSpec, tier: Tier, node: str | None) -> dict[str, Any]:
+def _tier(spec: JobSpec, tier: Tier, node: str | None, own: Collection[str]) -> dict[str, Any]:
     every = tier.keep_every
     return {
         "name": tier.name,
         "directory": spec.tier_location(tier, node),
-        "shared": spec.sharing(tier) is not False,
+        "shared": spec.sharing(tier) is not False and tier.name not in own,
         "keep_last": tier.keep_last,
         "keep_every_steps": every.steps if isinstance(every, Steps) else None,
         "keep_every_seconds": every if isinstance(every, float) else None,

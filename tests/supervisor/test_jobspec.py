@@ -342,10 +342,6 @@ class TestWrong:
                 "cluster.hosts[0]: devices must be at least 1",
             ),
             ("cluster: {launcher: ssh, hosts: [a], fence_timeout: 26s}", "cluster.fence_timeout: 26s is not 5s below"),
-            (
-                "cluster: {launcher: ssh, hosts: [a, b]}",
-                "checkpoint.tiers[0].shared: say `shared: true` if every node sees the same files",
-            ),
             ("cluster: {listen: ':7000'}", "cluster.listen: the local launcher has no other machine"),
             ("cluster: {launcher: slurm, fence_timeout: 26s}", "cluster.fence_timeout: 26s is not 5s below"),
             ("cluster: {hosts: [a]}", "cluster.hosts: only the ssh launcher takes hosts"),
@@ -398,6 +394,14 @@ class TestWrong:
     def test_hosts(self, job, cluster, expected):
         shared = "version: 1\nname: r\ncommand: [train.py]\ncheckpoint: {tiers: [{name: d, path: ck, shared: true}]}\n"
         assert problem(job, f"cluster: {{launcher: ssh, {cluster}}}\n", base=shared).startswith(expected)
+
+    def test_a_path_of_each_node_is_not_shared(self, job):
+        base = "version: 1\nname: r\ncommand: [train.py]\ncheckpoint: {tiers: [{name: d, path: '/x/{node}', shared: true}]}\n"
+        expected = "checkpoint.tiers[0].path: nodes that see the same files have one path"
+        assert problem(job, "cluster: {launcher: ssh, hosts: [a, b]}\n", base=base).startswith(expected)
+        spec = job(base.replace(", shared: true", "") + "cluster: {launcher: ssh, hosts: [a, b.c]}\n")
+        (tier,) = spec.checkpoint.tiers
+        assert (spec.sharing(tier), spec.tier_location(tier, "b.c")) == (False, "/x/b.c/r")
 
     def test_files_of_other_machines_are_not_looked_for_here(self, job):
         spec = job(

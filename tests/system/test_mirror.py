@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.core import events as ev
 from ckptd.tiers import PosixStore, verify
-from ckptd_shim.contract import COMMITTED, Marker
+from ckptd_shim.contract import COMMITTED
 from system.checks import assert_same_losses
 from system.nodes import HOSTS, Nodes
 
@@ -47,6 +47,10 @@ def own_directory(tmp_path, host):
     return tmp_path / host / "memory" / "job"
 
 
+def committed(tmp_path, host):
+    return {path.parent.name for path in own_directory(tmp_path, host).glob(f"step_*/{COMMITTED}")}
+
+
 def mirrored(job, *, nodes=2, after=0):
     """The newest commit of which every node's part has a second copy."""
     found = {}
@@ -56,11 +60,12 @@ def mirrored(job, *, nodes=2, after=0):
 
 
 def test_a_node_that_loses_its_memory_gets_its_files_from_the_other_one(make_nodes, reference, tmp_path):
-    job = make_nodes("--steps", "60", "--pause", "0.1")
+    # Nobody says whether all nodes see the disk: they do.
+    disk = {"name": "disk", "path": str(tmp_path / "disk"), "keep_last": 2}
+    job = make_nodes("--steps", "60", "--pause", "0.1", tiers=(disk,))
     job.start()
     job.wait_until(lambda: mirrored(job) >= 2, "two commits with a second copy")
-    committed = {path.parent.name for path in own_directory(tmp_path, HOSTS[0]).glob(f"*/{COMMITTED}")}
-    assert committed == {path.parent.name for path in own_directory(tmp_path, HOSTS[1]).glob(f"*/{COMMITTED}")}
+    job.wait_until(lambda: committed(tmp_path, HOSTS[0]) == committed(tmp_path, HOSTS[1]), "the same commits on both")
 
     # Node 0, where rank 0 wrote all tensors, loses its memory, and its worker with it.
     (worker,) = job.workers_on(HOSTS[0], 1).values()
@@ -74,8 +79,11 @@ def test_a_node_that_loses_its_memory_gets_its_files_from_the_other_one(make_nod
     assert gathered[HOSTS[1]].fetched == 0
     assert job.wait() == 0, job.output() + job.story()
     assert_same_losses(job, reference(60))
-    newest = max(own_directory(tmp_path, HOSTS[0]).glob(f"*/{COMMITTED}"))
-    assert Marker.read(newest).step == 60
+    assert "step_000000060.a0002" in committed(tmp_path, HOSTS[0])
+    assert [e.shared for e in job.of(ev.SharingFound)] == [{"disk": True}]
+    last = job.of(ev.SaveCommitted)[-1]
+    (copied,) = (tmp_path / "disk" / "job").glob("step_000000060.a*")
+    verify(PosixStore(str(copied.parent)), copied.name, last.marker_crc32c)
 
 
 def test_half_of_the_ranks_are_lost_with_their_node_and_the_rest_goes_on_from_memory(make_nodes, tmp_path):

@@ -145,6 +145,9 @@ def event_line(event: events.Event) -> str | None:
             return f"the agent of node {event.node} is gone: {event.why}"
         case events.NodeLost():
             return f"node {event.node} is lost: {event.why}"
+        case events.SharingFound():
+            kinds = {True: "all nodes see the same files", False: "each node has its own files"}
+            return "; ".join(f"tier {tier}: {kinds[shared]}" for tier, shared in event.shared.items())
         case events.DeviceDrained():
             what = event.device if event.device.startswith("node ") else f"device {event.device}"
             return f"{what} is {'drained' if event.drained else 'back in use'}"

@@ -44,13 +44,17 @@ class Ask:
     """Ask a node a question; the answer is an event."""
 
     node: str
-    what: Literal["health", "inventory", "holdings"]
+    what: Literal["health", "inventory", "holdings", "sharing"]
     avoid: tuple[str, ...] = ()
     """Checkpoints to pass over while there is another one."""
     suspects: tuple[tuple[int, int | None], ...] = ()
     """Commit sequences, first and last (None: all above), that are not to be resumed from at all."""
     settle: bool = False
     """Do without tiers that cannot be read, where another one has something to go on from."""
+    nodes: tuple[str, ...] = ()
+    """Who is asked `sharing` at the same time."""
+    tiers: tuple[str, ...] = ()
+    """And of which tiers."""
     floor: int = 0
     """Commit sequence of what can be resumed from anyway: nothing older is of interest."""
 
@@ -170,7 +174,9 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
     connected = {name: state.nodes[name] for name in state.placeable()}
     questions = _clean_up(state)
     questions += [Ask(node=n, what="health") for n, node in connected.items() if not node.health_known]
-    about_tiers = _ask_about_tiers(state, t, [n for n in witnesses if not connected[n].inventory_known])
+    about_tiers = _ask_sharing(state, t)
+    if about_tiers is None:
+        about_tiers = _ask_about_tiers(state, t, [n for n in witnesses if not connected[n].inventory_known])
     if isinstance(about_tiers, Record):
         return [about_tiers]
     questions += about_tiers
@@ -213,6 +219,24 @@ def _decide_waiting(state: RunState, t: float) -> list[Command]:
 
 def _timed_out(state: RunState, t: float) -> bool:
     return state.waiting_since is not None and t - state.waiting_since >= state.policy.wait_for_devices_s
+
+
+def _ask_sharing(state: RunState, t: float) -> list[Command] | Record | None:
+    """What is to be found out of who sees what on a tier, before anything else is asked of it; None: nothing (now)."""
+    unknown, nodes = state.unknown_tiers, state.placeable()
+    if not unknown:
+        return None
+    if not _timed_out(state, t) and _nodes_to_come(state, t):
+        return []
+    if len(nodes) < 2:
+        return None  # alone it cannot be told, nor does it matter yet
+    asked = [name for name in nodes if state.nodes[name].seen is None or not state.nodes[name].seen_of >= set(nodes)]
+    if asked:
+        return [Ask(node=name, what="sharing", nodes=tuple(nodes), tiers=unknown) for name in asked]
+    shared = {
+        tier: all(set(nodes) <= set((state.nodes[name].seen or {}).get(tier, ())) for name in nodes) for tier in unknown
+    }
+    return Record(event=events.SharingFound(t=t, shared=shared))
 
 
 def _ask_about_tiers(state: RunState, t: float, witnesses: list[str]) -> list[Command] | Record:

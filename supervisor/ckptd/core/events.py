@@ -159,6 +159,26 @@ class InventoryReported(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SharingReported(Event):
+    """Each node left a file on tiers of which nobody says whether all see the same there: whose files one node has seen.
+
+    `nodes`: those that were to leave one. `seen`: {tier: [node]}.
+    """
+
+    kind: ClassVar[str] = "sharing_reported"
+    nodes: list[str] = field(default_factory=list)
+    seen: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharingFound(Event):
+    """What follows from that, for every node from now on. `shared`: {tier: whether all nodes see the same files there}."""
+
+    kind: ClassVar[str] = "sharing_found"
+    shared: dict[str, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HoldingsReported(Event):
     """What a node has in its own directories of tiers that the nodes do not share: see `holdings`.
 
@@ -542,7 +562,7 @@ class Noted(Event):
 
 for _cls in (
     DaemonStarted, Requested, RunEnded, AgentConnected, AgentLost, NodeLost, HealthReported, DeviceDrained,
-    InventoryReported, HoldingsReported, AttemptLaunched, FilesGathered, StoreOpened, WorkersStarted, WorkersInitialised, StateRestored, FirstStep,
+    InventoryReported, SharingReported, SharingFound, HoldingsReported, AttemptLaunched, FilesGathered, StoreOpened, WorkersStarted, WorkersInitialised, StateRestored, FirstStep,
     Progress, SaveStaged, SaveCommitted, SaveFailed, SaveRejected, CheckpointCopied, CheckpointMirrored, CopyFailed,
     CheckpointPinned, CheckpointDeleted, RolledBack, FailureDetected, WorkersFinished, AttemptEnded, Interrupted, Restarted, IntervalDecided, Drilled, Noted,
 ):  # fmt: skip

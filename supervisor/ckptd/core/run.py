@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,6 +69,10 @@ class Node:
     inventory_known: bool = False
     holdings: tuple[dict[str, Any], ...] | None = None
     """What it has in directories of its own, see `holdings`; None: it is not known what it has now."""
+    seen: Mapping[str, Sequence[str]] | None = None
+    """Whose files it has seen on tiers that may be shared, see `SharingReported`."""
+    seen_of: frozenset[str] = frozenset()
+    """Nodes that were to leave one."""
     port: int = 0
     """Where its agent gives files to others."""
     gathered: bool = False
@@ -169,6 +173,8 @@ class RunState:
     rollback: events.RolledBack | None = None
     """The newest, until something is committed after it."""
     inventory: events.InventoryReported | None = None
+    sharing: Mapping[str, bool] = field(default_factory=dict)
+    """Where job.yaml does not say whether all nodes see the same files on a tier: what was found."""
     inventory_problems: int = 0
     """How often in a row the answer was that a tier cannot be read."""
     # requests
@@ -191,7 +197,18 @@ class RunState:
     @property
     def own_tiers(self) -> tuple[str, ...]:
         """Tiers of which each node has its own directory, fastest first."""
-        return tuple(str(tier["name"]) for tier in self.policy.tiers if tier.get("shared") is False)
+        return tuple(
+            str(tier["name"])
+            for tier in self.policy.tiers
+            if (self.sharing.get(str(tier["name"])) if tier.get("shared", True) is None else tier.get("shared"))
+            is False
+        )
+
+    @property
+    def unknown_tiers(self) -> tuple[str, ...]:
+        """Tiers of which it is to be found out whether all nodes see the same files there."""
+        names = (str(tier["name"]) for tier in self.policy.tiers if tier.get("shared", True) is None)
+        return tuple(name for name in names if name not in self.sharing)
 
     @property
     def held(self) -> dict[str, tuple[dict[str, Any], ...]]:
@@ -262,6 +279,8 @@ def _cleaned(state: RunState, event: events.AttemptEnded) -> RunState:
 
 def _daemon_started(state: RunState, event: events.DaemonStarted) -> RunState:
     state = dataclasses.replace(state, policy=Policy.from_dict(event.policy))
+    if state.status in (Status.STARTING, Status.ENDED):
+        state = dataclasses.replace(state, sharing={})  # another job.yaml may have come, or another mount
     # What agents told an earlier daemon is old, the checkpoints on disk too: they say it again when they dial in.
     nodes = {name: dataclasses.replace(node, connected=False) for name, node in state.nodes.items()}
     moved = bool(event.allocation) and state.allocation not in ("", event.allocation)
@@ -439,6 +458,15 @@ def _with_held(state: RunState, event: events.InventoryReported) -> tuple[events
         event, chosen=chosen, commits=event.commits + count, newest_sequence=max(event.newest_sequence, newest)
     )
     return changed, state
+
+
+def _sharing_reported(state: RunState, event: events.SharingReported) -> RunState:
+    return dataclasses.replace(state, nodes=_node(state, event.node, seen=event.seen, seen_of=frozenset(event.nodes)))
+
+
+def _sharing_found(state: RunState, event: events.SharingFound) -> RunState:
+    nodes = {n: dataclasses.replace(node, inventory_known=False, seen=None) for n, node in state.nodes.items()}
+    return dataclasses.replace(state, sharing={**state.sharing, **event.shared}, nodes=nodes, inventory=None)
 
 
 def _holdings_reported(state: RunState, event: events.HoldingsReported) -> RunState:
@@ -705,6 +733,8 @@ _HANDLERS: dict[type[events.Event], Any] = {
     events.HealthReported: _health_reported,
     events.DeviceDrained: _device_drained,
     events.InventoryReported: _inventory_reported,
+    events.SharingReported: _sharing_reported,
+    events.SharingFound: _sharing_found,
     events.HoldingsReported: _holdings_reported,
     events.FilesGathered: _files_gathered,
     events.AttemptLaunched: _attempt_launched,

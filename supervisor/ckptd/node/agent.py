@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ckptd import __version__
@@ -232,6 +232,13 @@ class Agent:
             self._spawn(self._answer_health())
         elif kind == "ask" and order["what"] == "inventory":
             self._spawn(self._answer_inventory(order))
+        elif kind == "tiers":
+            assert self.settings is not None
+            self.settings = replace(self.settings, tiers=[tiers.Tier.from_dict(t) for t in order["tiers"]])
+            self._keeper.configure(self.settings.tiers)
+            self._neighbours.configure(self.settings.tiers, self.settings.mirror_rate)
+        elif kind == "ask" and order["what"] == "sharing":
+            self._spawn(self._neighbours.tell_sharing(order))
         elif kind == "ask" and order["what"] == "holdings":
             self._spawn(self._neighbours.tell_holdings(order, self._link.address or "127.0.0.1"))
         elif kind == "gather":

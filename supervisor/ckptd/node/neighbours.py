@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ckptd.core.holdings import from_ranges
 from ckptd.link import Message
-from ckptd.node import gather, together
+from ckptd.node import gather, sharing, together
 from ckptd.node.gather import Source, Wanted
 from ckptd.node.keeper import Keeper
 from ckptd.node.mirror import Mirror
@@ -70,6 +70,20 @@ class Neighbours:
         return {"get": self._get, "contribute": self._contribute}
 
     # --- what the daemon asks for ---
+
+    async def tell_sharing(self, order: Message) -> None:
+        """Leave a file on each of some tiers, and tell which of the other nodes' files are seen there."""
+        nodes = [str(node) for node in order["nodes"]]
+        asked = [self._tiers[name] for name in order["tiers"] if name in self._tiers]
+        found = await asyncio.gather(
+            *(asyncio.to_thread(sharing.look, tier.directory, self._run_id, self._node, nodes) for tier in asked)
+        )
+        seen = {tier.name: names for tier, names in zip(asked, found, strict=True)}
+        self._emit("sharing_reported", nodes=nodes, seen=seen)
+        # The others may still be looking for this node's.
+        await asyncio.sleep(sharing.PATIENCE_S)
+        for tier in asked:
+            await asyncio.to_thread(sharing.clear, tier.directory, self._run_id, self._node)
 
     async def tell_holdings(self, order: Message, address: str) -> None:
         """Tell what this node has on its own tiers, and where others get it: at `address`."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, Self
 
 from ckptd import auth
-from ckptd.tiers import NoSuchFile, Pace, StoreError
+from ckptd.tiers import NoSuchFile, Pace, StoreError, watched
 from ckptd.tiers.base import Reader
 from ckptd.wire import MAX_LINE, LinkError, Message, decode, encode
 
@@ -37,7 +37,6 @@ DIAL_TIMEOUT_S: Final = 10.0
 BEAT_S: Final = 1.0
 MAX_STRANGERS: Final = 32
 """Connections without a proof; a new one pushes the oldest out."""
-NICENESS: Final = 15
 
 Answer = Callable[["Connection", Message], None]
 """Answers one request over its connection. Raises StoreError for what is to be refused."""
@@ -222,7 +221,7 @@ class PeerServer:
 def give_way() -> None:
     """Have this thread take what training leaves."""
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), watched.NICE)
 
 
 class Beating(Pace):

@@ -190,3 +190,42 @@ def test_a_commit_is_mirrored_when_every_nodes_part_has_a_second_copy(told, comp
         now = picture.apply(now, event)
     (tier,) = now.tiers
     assert tier.mirrored_step == complete
+
+
+# --- who sees what ----------------------------------------------------------------------------------------------------
+
+UNKNOWN = policy(("memory", None))
+
+
+def see(state, seen, nodes=NODES):
+    for node, others in seen.items():
+        event = ev.SharingReported(t=2.0, node=node, nodes=list(nodes), seen={"memory": list(others)})
+        state = run.apply(state, event)
+    return state
+
+
+def test_where_nobody_says_it_is_found_out_first_and_one_decides_for_all():
+    state = until_asked(UNKNOWN)
+    asked = decisions.decide(state, 2.0)
+    assert asked == [Ask(node=n, what="sharing", nodes=NODES, tiers=("memory",)) for n in NODES]
+    assert decisions.decide(see(state, {"a": NODES}), 2.0) == asked[1:]
+
+    together, commands = settle(see(state, dict.fromkeys(NODES, NODES)))
+    assert together.own_tiers == ()
+    assert [(c.node, c.what) for c in commands] == [("a", "inventory")]
+
+    apart, commands = settle(see(state, {node: (node,) for node in NODES}))
+    assert apart.own_tiers == ("memory",)
+    assert [(c.node, c.what) for c in commands] == [(node, "holdings") for node in NODES]
+
+
+def test_what_not_all_see_is_nobodys_in_common():
+    state, _ = settle(see(until_asked(UNKNOWN), {"a": NODES, "b": NODES, "c": ("a", "c")}))
+    assert state.sharing == {"memory": False}
+
+
+def test_a_node_that_comes_meanwhile_is_asked_with_the_others_again():
+    state = see(until_asked(UNKNOWN, NODES[:2]), {"a": ("a", "b"), "b": ("a", "b")}, nodes=NODES[:2])
+    state = run.apply(state, ev.AgentConnected(t=3.0, node="c", pid=9, devices=[{"index": 0}], address="c"))
+    state = run.apply(state, ev.HealthReported(t=3.0, node="c"))
+    assert [(c.node, c.what) for c in decisions.decide(state, 3.0)] == [(node, "sharing") for node in NODES]

@@ -15,7 +15,7 @@ import pytest
 
 from ckptd.core import holdings
 from ckptd.node import gather as gathering
-from ckptd.node import peers
+from ckptd.node import peers, sharing
 from ckptd.node.gather import Source, Wanted, gather
 from ckptd.node.inuse import InUse
 from ckptd.node.keeper import Keeper
@@ -466,3 +466,30 @@ def test_another_agent_cannot_be_made_to_write_anywhere_else(nodes, tmp_path):
             with pytest.raises(StoreError):
                 peer.ask(good | wrong)
         assert peer.ask(good)["moved"] == 0
+
+
+# --- who sees what ----------------------------------------------------------------------------------------------------
+
+
+def test_nodes_that_see_each_others_files_know_it_at_once_and_leave_nothing(tmp_path):
+    found = {}
+
+    def look(node):
+        found[node] = sharing.look(str(tmp_path / "disk"), "r", node, NAMES, patience_s=60.0)
+
+    threads = [threading.Thread(target=look, args=(name,)) for name in NAMES]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join(60)
+    assert found == {name: list(NAMES) for name in NAMES}
+    for name in NAMES:
+        sharing.clear(str(tmp_path / "disk"), "r", name)
+    assert os.listdir(tmp_path / "disk") == []
+
+
+def test_a_node_alone_on_its_disk_or_without_one_sees_itself_at_most(tmp_path):
+    assert sharing.look(str(tmp_path / "own"), "r", "a", NAMES, patience_s=0.3) == ["a"]
+    (tmp_path / "file").write_text("in the way")
+    assert sharing.look(str(tmp_path / "file"), "r", "a", NAMES, patience_s=0.3) == []
