@@ -45,7 +45,8 @@ def submit(slurm, tmp_path):
         return job
 
     yield make
-    for job in made:
+    for job in made:  # that it can end in peace is shown where it is told to
+        slurm.ask("scancel", "--signal=KILL", "--full", job.id, check=False)
         slurm.ask("scancel", job.id, check=False)
     slurm.wait_until(lambda: not slurm.ask("squeue", "-h", check=False), "no job is left")
     slurm.wait_until(lambda: not slurm.left_over(), "no process of a job is left", timeout=20)
