@@ -6,8 +6,8 @@ VENV ?= .venv
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_ARGS ?=
 SECONDS ?= 600
-# Two files of tests at a time; most of a test's time is spent in starting processes.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Three files of tests at a time: even on two cores, since much of a test is waiting.
+PYTEST_ARGS ?= -n 3 --dist loadfile
 
 BIN := $(abspath $(VENV))/bin
 # Touched when the set-up is complete: it is repeated only when what it depends on has changed.
