@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 
 def test_the_memory_of_a_host_without_power_lives_on_at_its_neighbour(make_run, cluster, reference):
-    memory = {"name": "memory", "path": "/dev/shm/ckptd", "shared": False, "keep_last": 2}
+    # Nobody says whether the hosts share it: they find out.
+    memory = {"name": "memory", "path": "/dev/shm/ckptd", "shared": None, "keep_last": 2}
     job = make_run(*TRAINING, hosts=("h1", "h2", "h3"), cluster={"spares": 1}, checkpoint={"tiers": [memory]})
 
     def whole():
@@ -23,6 +24,7 @@ def test_the_memory_of_a_host_without_power_lives_on_at_its_neighbour(make_run, 
     job.start()
     job.wait_until(lambda: whole() >= 20, "two commits have a second copy")
     at_least = whole()
+    assert [e.shared for e in job.of(ev.SharingFound)] == [{"memory": False}]
     cluster["h2"].power_off()
     saved = job.wait_for(ev.SaveCommitted, lambda e: e.attempt == 2)
     launched = job.launched(2)
