@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import os
 import posixpath
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -57,6 +59,20 @@ def why_unusable(url: str) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=16)
+def _client(location: str, pid: int, environment: frozenset[tuple[str, str]]) -> tuple[Any, str]:  # noqa: ARG001  keys
+    """(file system, path in it) of a location: making one takes up to seconds, and each holds connections.
+
+    One of our own and not fsspec's: its cache knows nothing of credentials that came by the environment.
+    """
+    import fsspec
+
+    scheme = scheme_of(location)
+    options = {**_OPTIONS.get(EXTRA_OF.get(scheme, scheme), {}), "skip_instance_cache": True}
+    fs, root = fsspec.core.url_to_fs(location, **options)
+    return fs, str(root)
+
+
 class ObjectStore:
     """A prefix `<tier url>/<run name>` of an object store. Credentials are the environment's."""
 
@@ -72,12 +88,9 @@ class ObjectStore:
     def _fs(self) -> Any:
         """The file system, opened at the first use: that alone may take a while, or fail."""
         if self._opened is None:
-            import fsspec
-
-            scheme = scheme_of(self.location)
-            options = {**_OPTIONS.get(EXTRA_OF.get(scheme, scheme), {}), "skip_instance_cache": True}
+            environment = frozenset(item for item in os.environ.items() if item[0].startswith(("AWS_", "FSSPEC_")))
             with self._telling(self.location):
-                self._opened, self._root = fsspec.core.url_to_fs(self.location, **options)
+                self._opened, self._root = _client(self.location, os.getpid(), environment)
         self._opened.invalidate_cache()  # somebody else writes there, too
         return self._opened
 
