@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from saving import begin_save, digest, load, make_saver, save
 from torch import nn
+from torch.distributed.checkpoint import metadata
 
 from ckptd_shim import loading
 from ckptd_shim.contract import COMMITTED, OWNER, Marker, checkpoint_dirname
@@ -172,6 +173,29 @@ def test_metadata_is_not_unpickled_into_anything_but_descriptions(tmp_path):
     with pytest.raises(CheckpointError, match="its bytes have changed"):
         loading.read_metadata(path, marker)  # of other bytes than were committed not even that much is looked at
     assert not os.path.exists("/tmp/ckptd-test-unpickled")
+
+
+class ByName:
+    """Pickled as an enum's member is by Python before 3.11.4."""
+
+    def __init__(self, owner, name):
+        self.call = getattr, (owner, name)
+
+    def __reduce__(self):
+        return self.call
+
+
+def test_members_of_enums_may_be_named_and_nothing_else_be_got(tmp_path):
+    model, _ = make()
+    path = save(tmp_path, TrainState(model=model))
+    encoding = metadata._MEM_FORMAT_ENCODING
+    for owner, name in ((encoding, "__init__"), (encoding, "_member_map_"), (metadata.TensorProperties, "__init__")):
+        with pytest.raises(CheckpointError, match="no place in a description|no enum"):
+            loading.read_metadata(path, replace_metadata(path, ByName(owner, name)))
+    with pytest.raises(
+        CheckpointError, match="no description of a checkpoint"
+    ):  # read, and then found to be something else
+        loading.read_metadata(path, replace_metadata(path, ByName(encoding, "TORCH_CONTIGUOUS_FORMAT")))
 
 
 def test_metadata_may_not_point_outside_the_committed_files(tmp_path):
