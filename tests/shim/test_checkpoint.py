@@ -190,7 +190,7 @@ def test_members_of_enums_may_be_named_and_nothing_else_be_got(tmp_path):
     path = save(tmp_path, TrainState(model=model))
     encoding = metadata._MEM_FORMAT_ENCODING
     for owner, name in ((encoding, "__init__"), (encoding, "_member_map_"), (metadata.TensorProperties, "__init__")):
-        with pytest.raises(CheckpointError, match="no place in a description|no enum"):
+        with pytest.raises(CheckpointError, match=r"no place in a description|no enum"):
             loading.read_metadata(path, replace_metadata(path, ByName(owner, name)))
     with pytest.raises(
         CheckpointError, match="no description of a checkpoint"
