@@ -56,7 +56,7 @@ def launcher(tmp_path, monkeypatch):
     )
     made = SshLauncher(job=job, hosts=[Host(host="h1"), Host(host="h2", devices=4)], addresses={"h1": "a", "h2": "b"})
     yield made
-    made.close()
+    made.close(over=True)
 
 
 def wait(launcher, node):
@@ -92,7 +92,7 @@ def test_a_host_that_hangs_holds_nobody_up_and_is_let_go(launcher, tmp_path):
     deadline = time.monotonic() + 30
     while not (tmp_path / "env").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    launcher.close()
+    launcher.close(over=True)
     while launcher.busy("h1") and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not launcher.busy("h1")
