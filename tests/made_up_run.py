@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from ckptd.core import events as ev
 from ckptd.core import picture
-from ckptd.core.decisions import Record
+from ckptd.core.commands import Record
 from ckptd.core.policy import Policy
-from ckptd.core.run import Status
+from ckptd.core.state import Status
 
 EPOCH = 1_790_000_000.0
 """Wall clock of the run's start."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from ckptd.core import events as ev
 from ckptd.core import picture
-from ckptd.core.decisions import Ask, Command, Launch, OpenStore, Record, Steer, Stop
+from ckptd.core.commands import Ask, Command, Launch, OpenStore, Record, Steer, Stop
 from ckptd.core.policy import Policy
-from ckptd.core.run import LIVE, Status
+from ckptd.core.state import LIVE, Status
 
 MAX_RECORDS = 10
 FENCE_S, HEARTBEAT_S = 20.0, 30.0

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from ckptd import cli, jobspec, status
 from ckptd.core import accounting
 from ckptd.core.picture import Picture
-from ckptd.core.run import Status
+from ckptd.core.state import Status
 from ckptd.errors import ExitStatus
 from ckptd.web.metrics import RunCollector, Tally
 from ckptd_shim import TrainerShim

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptd import link
 from ckptd.core import events
-from ckptd.core.run import RunState, Status
+from ckptd.core.state import RunState, Status
 from ckptd.errors import CkptdError, ExitStatus
 from ckptd.launchers.base import Launcher
 from ckptd.link import Channel, Message

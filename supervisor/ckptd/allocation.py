@@ -15,7 +15,7 @@ from ckptd import slurmcalls
 from ckptd.core import deadline, events, placement
 from ckptd.core.devices import node_identity
 from ckptd.core.picture import Picture
-from ckptd.core.run import LIVE, RunState, Status
+from ckptd.core.state import LIVE, RunState, Status
 from ckptd.errors import ExitStatus
 from ckptd.launchers.slurm import Allocation
 from ckptd.slurmtext import NodeState

@@ -25,10 +25,11 @@ from ckptd.allocation import AllocationWatch
 from ckptd.clock import RunClock, clocked_by
 from ckptd.consult import Consultations
 from ckptd.core import events, picture, tierbook
-from ckptd.core.decisions import Ask, Command, Gather, Launch, OpenStore, Record, Rehearse, Steer, Stop, next_deadline
+from ckptd.core.commands import Ask, Command, Gather, Launch, OpenStore, Record, Rehearse, Steer, Stop
+from ckptd.core.decisions import next_deadline
 from ckptd.core.devices import node_identity
 from ckptd.core.hang import Limits
-from ckptd.core.run import LIVE, Status
+from ckptd.core.state import LIVE, Status
 from ckptd.door import Door
 from ckptd.errors import ExitStatus
 from ckptd.fleet import Fleet

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ckptd.agents import LONGEST_TURN_S, Session, Sessions
 from ckptd.core import events
-from ckptd.core.run import RunState, Status
+from ckptd.core.state import RunState, Status
 from ckptd.errors import ExitStatus
 from ckptd.launchers.base import Arrival, RemoteLauncher
 from ckptd.link import Channel, Message

@@ -12,7 +12,7 @@ from ckptd import jobspec, orders
 from ckptd.clock import RunClock, clocked_by
 from ckptd.core import events, picture
 from ckptd.core.picture import Picture
-from ckptd.core.run import LIVE, Status
+from ckptd.core.state import LIVE, Status
 from ckptd.errors import UsageError
 from ckptd.ledger import Ledger
 from ckptd.node.tiers import Tier, marker_key

@@ -10,7 +10,7 @@ from ckptd.core import holdings as core_holdings
 from ckptd.core.estimates import Estimate
 from ckptd.core.keeping import name_of
 from ckptd.core.picture import Picture
-from ckptd.core.run import RunState
+from ckptd.core.state import RunState
 from ckptd.core.tierbook import TierBook
 from ckptd.jobscalars import Steps
 from ckptd.jobspec import JobSpec, Tier

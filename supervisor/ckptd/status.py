@@ -10,7 +10,7 @@ from ckptd.core import accounting, estimates, interval, keeping
 from ckptd.core.audit import audit
 from ckptd.core.estimates import Estimate
 from ckptd.core.picture import Picture
-from ckptd.core.run import LIVE, Status
+from ckptd.core.state import LIVE, Status
 
 MOST_RANKS = 256
 """More heartbeats than these are not shown: of 16,384 ranks they would be two megabytes at each look."""

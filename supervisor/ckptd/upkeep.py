@@ -9,7 +9,7 @@ from ckptd.consult import Consultations
 from ckptd.core import events
 from ckptd.core.keeping import name_of
 from ckptd.core.picture import Picture
-from ckptd.core.run import RunState
+from ckptd.core.state import RunState
 from ckptd.errors import UsageError
 from ckptd.link import Message
 

@@ -8,7 +8,7 @@ from ckptd import status
 from ckptd.core import events
 from ckptd.core.devices import device_of_rank
 from ckptd.core.hang import Beat, Detector, Limits
-from ckptd.core.run import LIVE, RunState, Status
+from ckptd.core.state import LIVE, RunState, Status
 from ckptd.link import Message
 
 PROGRESS_INTERVAL_S = 60.0

@@ -11,7 +11,7 @@ from daemons import Bystander, Wire, hello, living
 from ckptd import agents as agents_module
 from ckptd.agents import Agents
 from ckptd.core import events as ev
-from ckptd.core.run import Node, RunState, Status
+from ckptd.core.state import Node, RunState, Status
 
 
 class Office:

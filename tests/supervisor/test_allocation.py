@@ -12,10 +12,10 @@ import pytest
 from ckptd.allocation import AllocationWatch
 from ckptd.core import decisions, picture, run
 from ckptd.core import events as ev
-from ckptd.core.decisions import Record
+from ckptd.core.commands import Record
 from ckptd.core.devices import node_identity
 from ckptd.core.policy import Policy
-from ckptd.core.run import Status
+from ckptd.core.state import Status
 from ckptd.launchers.slurm import Allocation
 
 NODES = ("n1", "n2")

@@ -8,7 +8,7 @@ import pytest
 from daemons import RemoteBystander, hello
 
 from ckptd import fleet as fleet_module
-from ckptd.core.run import Node, RunState, Status
+from ckptd.core.state import Node, RunState, Status
 from ckptd.fleet import Fleet
 from ckptd.launchers.base import Arrival
 

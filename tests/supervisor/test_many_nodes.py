@@ -9,7 +9,7 @@ from daemons import RUN_ID, RemoteBystander, specification
 
 from ckptd import door, link
 from ckptd.core import events as ev
-from ckptd.core.run import Status
+from ckptd.core.state import Status
 from ckptd.daemon import Daemon
 from ckptd.door import open_door
 from ckptd.ledger import Ledger

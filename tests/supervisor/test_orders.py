@@ -11,7 +11,7 @@ from ckptd import orders
 from ckptd.core import events as ev
 from ckptd.core import picture
 from ckptd.core.estimates import estimate, initial
-from ckptd.core.run import RunState
+from ckptd.core.state import RunState
 from ckptd.node import warm
 from ckptd.node.agent import Settings
 from ckptd.rundir import RunDir

@@ -12,7 +12,7 @@ from ckptd import jobspec, rescue
 from ckptd.core import events as ev
 from ckptd.core import picture
 from ckptd.core.policy import Policy
-from ckptd.core.run import Status
+from ckptd.core.state import Status
 from ckptd.errors import LedgerDamaged
 from ckptd.journal import Journal
 from ckptd.ledger import Ledger

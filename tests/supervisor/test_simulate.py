@@ -9,7 +9,7 @@ import pytest
 from ckptd import failure_times
 from ckptd.core import accounting, picture
 from ckptd.core import events as ev
-from ckptd.core.decisions import Record
+from ckptd.core.commands import Record
 from ckptd.core.interval import waste
 from ckptd.core.policy import Policy
 from ckptd.errors import UsageError

@@ -9,7 +9,7 @@ import pytest
 from ckptd import watch as watch_module
 from ckptd.core import events as ev
 from ckptd.core.hang import Limits
-from ckptd.core.run import RunState, Status
+from ckptd.core.state import RunState, Status
 from ckptd.watch import Watch
 
 STATE = RunState(status=Status.TRAINING, attempt=1, world_size=1, placement={"local": (0,)})

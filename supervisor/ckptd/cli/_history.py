@@ -16,7 +16,7 @@ from ckptd.cli._ask import json_option, run_argument
 from ckptd.core import events as ev
 from ckptd.core import picture
 from ckptd.core.keeping import name_of
-from ckptd.core.run import RunState
+from ckptd.core.state import RunState
 from ckptd.errors import ExitStatus
 from ckptd.ledger import Ledger
 from ckptd.node import tiers

@@ -19,7 +19,7 @@ from ckptd.allocation import AllocationWatch
 from ckptd.cli import _text
 from ckptd.core import events
 from ckptd.core.policy import Policy
-from ckptd.core.run import Status
+from ckptd.core.state import Status
 from ckptd.daemon import NOTHING_LIVES, Daemon
 from ckptd.door import Door, open_door
 from ckptd.errors import ExitStatus, JobSpecError, PortTaken

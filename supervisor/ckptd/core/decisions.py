@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptd.core import diagnosis, events, holdings, placement
+from ckptd.core.commands import Ask, Command, Gather, Launch, OpenStore, Record, Steer, Stop
 from ckptd.core.keeping import name_of
-from ckptd.core.run import LIVE, RunState, Status
+from ckptd.core.state import LIVE, RunState, Status
 
 MAX_LAUNCH_FAILURES = 5
 """Launches in a row that may fail before the workers have met: they are no crash of the job, but they end too."""
@@ -28,95 +28,6 @@ NODE_PATIENCE_S = 120.0
 """How long a launch waits for nodes of which nothing is known yet, or that still end what they were lost with."""
 LONGEST_FAREWELL_S = 900.0
 """What agents that are alone take, after `cluster.orphan_timeout`, to save and to end what they carry."""
-
-# --- commands -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """Append this event, then decide again."""
-
-    event: events.Event
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
-    """Ask a node a question; the answer is an event."""
-
-    node: str
-    what: Literal["health", "inventory", "holdings", "sharing"]
-    avoid: tuple[str, ...] = ()
-    """Checkpoints to pass over while there is another one."""
-    suspects: tuple[tuple[int, int | None], ...] = ()
-    """Commit sequences, first and last (None: all above), that are not to be resumed from at all."""
-    settle: bool = False
-    """Do without tiers that cannot be read, where another one has something to go on from."""
-    nodes: tuple[str, ...] = ()
-    """Who is asked `sharing` at the same time."""
-    tiers: tuple[str, ...] = ()
-    """And of which tiers."""
-    floor: int = 0
-    """Commit sequence of what can be resumed from anyway: nothing older is of interest."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """Tell a node to start its workers of the attempt."""
-
-    node: str
-    attempt: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gather:
-    """Have a node bring the files to itself that its workers of the attempt resume from, where it lacks some."""
-
-    node: str
-    attempt: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenStore:
-    """Have the first node of an attempt open the store that the workers of all nodes meet at."""
-
-    node: str
-    attempt: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
-    """Tell a node to leave nothing of the attempt alive, and to say so.
-
-    `grace`: SIGTERM first. `stacks`: have every rank dump its Python stacks before anything else.
-    """
-
-    node: str
-    attempt: int
-    grace: bool
-    stacks: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Steer:
-    """Have the control file of the attempt say this."""
-
-    attempt: int
-    save_request: int
-    stop_after_save: bool
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rehearse:
-    """Have the newest checkpoint of a tier restored for trial, beside the run. None: the slowest tier."""
-
-    tier: str | None
-
-
-Command = Record | Ask | Gather | OpenStore | Launch | Stop | Steer | Rehearse
-
-
-# --- decisions ------------------------------------------------------------------------------------------------------
 
 
 def decide(state: RunState, t: float) -> list[Command]:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptd.core import events
-from ckptd.core.decisions import Command, Rehearse
-from ckptd.core.run import RunState, Status
+from ckptd.core.commands import Command, Rehearse
+from ckptd.core.state import RunState, Status
 
 SIGMAS = 8.0
 COARSE = 4.0

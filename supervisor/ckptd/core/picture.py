@@ -21,11 +21,11 @@ from ckptd.core import (
     tierbook,
 )
 from ckptd.core.accounting import Account
-from ckptd.core.decisions import Command, Record
+from ckptd.core.commands import Command, Record
 from ckptd.core.estimates import Estimate, Estimates
 from ckptd.core.interval import Decision
 from ckptd.core.records import replace
-from ckptd.core.run import RunState, Status
+from ckptd.core.state import RunState, Status
 from ckptd.core.tierbook import TierBook
 
 DEFAULT_RESTART_S = 60.0

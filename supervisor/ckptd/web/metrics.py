@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from ckptd import __version__
 from ckptd.core import accounting, events
-from ckptd.core.run import Status
+from ckptd.core.state import Status
 
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 3600.0)
 SAVES_REMEMBERED = 1000

@@ -3,10 +3,10 @@ import math
 import pytest
 
 from ckptd.core import drilling, events
-from ckptd.core.decisions import Rehearse
+from ckptd.core.commands import Rehearse
 from ckptd.core.drilling import Drills, judge
 from ckptd.core.policy import Policy
-from ckptd.core.run import RunState, Status
+from ckptd.core.state import RunState, Status
 
 
 def training(**policy):

@@ -4,7 +4,7 @@ import pytest
 
 from ckptd.core import decisions, run
 from ckptd.core import events as ev
-from ckptd.core.decisions import Record
+from ckptd.core.commands import Record
 from ckptd.core.policy import Policy
 
 COMMIT = {"step": 10, "tier": "disk", "path": "/c", "marker_crc32c": "0", "sequence": 1}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptd.core import decisions, holdings, picture, run
 from ckptd.core import events as ev
-from ckptd.core.decisions import Ask, Gather, Launch, OpenStore, Record
+from ckptd.core.commands import Ask, Gather, Launch, OpenStore, Record
 from ckptd.core.policy import Policy
 
 NODES = ("a", "b", "c")

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.core import decisions, events, picture, run
-from ckptd.core.decisions import Ask, Record, Stop
+from ckptd.core.commands import Ask, Record, Stop
 from ckptd.core.keeping import Keeping, is_suspect, launched, name_of, rolled_back
 from ckptd.core.policy import Policy
-from ckptd.core.run import Status
+from ckptd.core.state import Status
 
 
 def commit(sequence, step=None, attempt=1, t=5.0):

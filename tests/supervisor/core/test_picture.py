@@ -4,9 +4,9 @@ import pytest
 
 from ckptd.core import events as ev
 from ckptd.core import picture
-from ckptd.core.decisions import Record
+from ckptd.core.commands import Record
 from ckptd.core.policy import Policy
-from ckptd.core.run import Status
+from ckptd.core.state import Status
 
 POLICY = Policy(run_id="r", name="n", max_interval_s=7200.0)
 

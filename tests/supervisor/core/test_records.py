@@ -9,7 +9,7 @@ import pytest
 
 from ckptd.core.policy import Policy
 from ckptd.core.records import replace
-from ckptd.core.run import Node, RunState, Status
+from ckptd.core.state import Node, RunState, Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,9 +9,9 @@ from ckptd import status
 from ckptd.cli import _text
 from ckptd.core import decisions, picture, run
 from ckptd.core import events as ev
-from ckptd.core.decisions import Ask, Launch, Record, Stop
+from ckptd.core.commands import Ask, Launch, Record, Stop
 from ckptd.core.policy import Policy
-from ckptd.core.run import Status
+from ckptd.core.state import Status
 from ckptd.web.metrics import RunCollector, Tally
 
 CHOSEN = {"step": 10, "tier": "disk", "path": "/c/10", "marker_crc32c": "0", "sequence": 1}

@@ -10,9 +10,9 @@ from paper_cluster import World
 
 from ckptd.core import decisions, picture, run
 from ckptd.core import events as ev
-from ckptd.core.decisions import Ask, Launch, OpenStore, Record, Steer, Stop
+from ckptd.core.commands import Ask, Launch, OpenStore, Record, Steer, Stop
 from ckptd.core.policy import Policy
-from ckptd.core.run import Status
+from ckptd.core.state import Status
 
 POLICY = Policy(run_id="r", name="n", interval_steps=10, wait_for_devices_s=3600.0)
 
