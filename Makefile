@@ -13,8 +13,10 @@ BIN := $(abspath $(VENV))/bin
 # Touched when the set-up is complete: it is repeated only when what it depends on has changed.
 STAMP := $(VENV)/.ckptd-installed
 
-# One run of pytest, the fast tests first and those of the whole product last.
-TESTS := $(filter-out %/system %/__pycache__,$(patsubst %/,%,$(wildcard tests/test_*.py tests/*/))) tests/system
+# Ranks are forked from a server of the test process, which tests that play an agent there would collect: two runs of pytest.
+RANK_TESTS := tests/shim tests/supervisor/drills
+# The fast tests first and those of the whole product last.
+TESTS := $(filter-out %/system %/shim %/__pycache__,$(patsubst %/,%,$(wildcard tests/test_*.py tests/*/))) tests/system
 
 .PHONY: help demo setup test check soak clean
 
@@ -48,7 +50,8 @@ check: setup
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(RANK_TESTS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(RANK_TESTS:%=--ignore=%) $(TESTS)
 
 soak: setup
 	CKPTD_SOAK_S=$(SECONDS) $(BIN)/python -m pytest -s tests/system/test_soak.py
