@@ -43,6 +43,8 @@ WARMTH_INTERVAL_S = 5.0
 REAP_INTERVAL_S = 5.0
 THREADS = 32
 """For what may block. A file system that hangs keeps a few for ever, and ending workers needs one more."""
+DELETION_PATIENCE_S = 4.0
+"""How long an agent that leaves waits for deletions under way: less than the daemon waits for it."""
 ALONE_SAVE_S = 600.0
 """How long an attempt may take to save and stop when no daemon is there to say."""
 ALONE_DRAIN_S = 600.0
@@ -177,6 +179,7 @@ class Agent:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._keeper.settle(DELETION_PATIENCE_S)
         if self.settings is not None:  # what was printed since the last look
             self._logs.look(self.settings.logs)
         for task in done:

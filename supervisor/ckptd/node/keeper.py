@@ -142,6 +142,12 @@ class Keeper:
         tiers = [tier for tier in self.tiers if shared or not tier.shared]
         await asyncio.gather(*(self._prune_tier(tier, holdings) for tier in tiers))
 
+    async def settle(self, patience_s: float) -> None:
+        """Let deletions that are under way come to their end; a tier that hangs is not waited for longer than that."""
+        deadline = asyncio.get_running_loop().time() + patience_s
+        while self._pruning and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+
     async def clear_graves(self) -> None:
         """Finish deletions that were cut short."""
         await asyncio.gather(*(asyncio.to_thread(clear_graves, tier) for tier in self.tiers))
