@@ -17,7 +17,7 @@ from ckptd.node.gather import Dial, Source
 from ckptd.node.shelf import Commit, Shelf
 from ckptd.node.tiers import Tier
 from ckptd.tiers import Copied, Pace, StoreError
-from ckptd.tiers.copying import begin_copy, commit_copy, copy_files, occupied
+from ckptd.tiers.copying import begin_copy, commit_copy, copy_alone, copy_files, occupied
 
 SHOWN_LATE_S: Final = 30.0
 """How late a network file system may show one node what another has written."""
@@ -107,8 +107,5 @@ def bring_all(commit: Commit, target: Tier, *, shelf: Shelf, hoped_for: Collecti
             break
         pace.beat()
         time.sleep(0.2)
-    begin_copy(store, commit.name, commit.marker, pace)
-    moved = bring(commit, target, having, pace=pace)
     files = [commit.marker.files[place] for place in sorted(having)]
-    commit_copy(store, commit.name, commit.data, files, pace=pace)
-    return moved
+    return copy_alone(commit.tier.store(), store, commit.name, commit.marker, commit.data, files, pace=pace)

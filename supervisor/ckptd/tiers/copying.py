@@ -107,10 +107,27 @@ def copy_checkpoint(
     pace.beat()
     if occupied(target, name, data):
         return Copied(bytes=sum(f.size for f in marker.files), moved=0, seconds=time.monotonic() - begun)
-    begin_copy(target, name, marker, pace)
-    moved = copy_files(source, target, name, marker, marker.files, pace=pace)
-    commit_copy(target, name, data, marker.files, pace=pace)
+    moved = copy_alone(source, target, name, marker, data, marker.files, pace=pace)
     return Copied(bytes=sum(f.size for f in marker.files), moved=moved, seconds=time.monotonic() - begun)
+
+
+def copy_alone(  # noqa: PLR0917
+    source: Store, target: Store, name: str, marker: Marker, data: bytes, files: Sequence[FileDigest], *, pace: Pace
+) -> int:
+    """Copy these files of a checkpoint where nobody else works at the same copy, and commit it. Returns the bytes moved.
+
+    Raises:
+        Damaged: a file is not what was committed; the copy is given up.
+        StoreError: source or target failed.
+    """
+    begin_copy(target, name, marker, pace)
+    try:
+        moved = copy_files(source, target, name, marker, files, pace=pace)
+    except Damaged:
+        target.abandon(name)
+        raise
+    commit_copy(target, name, data, files, pace=pace)
+    return moved
 
 
 def begin_copy(target: Store, name: str, marker: Marker, pace: Pace) -> None:
@@ -126,10 +143,10 @@ def copy_files(
 ) -> int:
     """Bring some of a checkpoint's files into a copy of it that was begun, each verified there. Returns the bytes moved.
 
-    Several nodes may do this for the same copy, each with files of its own.
+    Several nodes may do this for the same copy, each with files of its own: whatever goes wrong, what is there of it stays.
 
     Raises:
-        Damaged: one is not what was committed; the copy is given up.
+        Damaged: one is not what was committed.
         StoreError: source or target failed.
     """
     left = target.begin(name, marker.run_id)
@@ -142,11 +159,7 @@ def copy_files(
                 continue
             except Damaged:
                 pass  # written in part, or by something else: once more
-        try:
-            _copy_file(source, target, name, listed, buffer=buffer, pace=pace)
-        except Damaged:
-            target.abandon(name)
-            raise
+        _copy_file(source, target, name, listed, buffer=buffer, pace=pace)
         try:
             _read_back(target, name, listed, buffer, pace)
         except Damaged as error:
