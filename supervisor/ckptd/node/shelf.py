@@ -7,9 +7,8 @@ its digest.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,8 +17,8 @@ import crc32c
 from ckptd.core.holdings import as_ranges
 from ckptd.node.peers import Peer, Rate
 from ckptd.node.tiers import Found, Tier, scan
-from ckptd.tiers import NoSuchFile, Pace, Store, StoreError, read_marker
-from ckptd.tiers.base import CHUNK, chunks
+from ckptd.tiers import Pace, Store, StoreError, read_marker
+from ckptd.tiers.base import CHUNK, chunks, telling
 from ckptd_shim import contract
 from ckptd_shim.contract import FileDigest, Marker
 from ckptd_shim.digest import crc32c_bytes
@@ -105,7 +104,7 @@ class Shelf:
 
     def _good(self, store: Store, name: str, listed: FileDigest, pace: Pace, *, read: bool) -> bool:
         path = os.path.join(store.path(name), listed.name)
-        with _telling(path):
+        with telling(path):
             stat = os.stat(path)
         before = self._looked.get(path)
         if before is not None and before[:2] == (stat.st_size, stat.st_mtime_ns):
@@ -130,7 +129,7 @@ class Shelf:
             NoSuchFile: the other node has one of them no more.
             StoreError: it does not answer, sends something else than was committed, or nothing can be written here.
         """
-        with _telling(commit.path):
+        with telling(commit.path):
             if not os.path.isdir(commit.path):
                 os.makedirs(commit.path, exist_ok=True)
                 contract.write_atomically(os.path.join(commit.path, contract.OWNER), commit.marker.run_id.encode())
@@ -143,7 +142,7 @@ class Shelf:
     def mark(self, commit: Commit) -> None:
         """Have the marker of a commit here, where it is missing. Raises StoreError."""
         path = os.path.join(commit.path, contract.COMMITTED)
-        with _telling(path):
+        with telling(path):
             if not os.path.exists(path):
                 contract.write_atomically(path, commit.data, durable=True)
 
@@ -151,16 +150,16 @@ class Shelf:
         temporary, path = (os.path.join(commit.path, each) for each in (FETCH_PREFIX + listed.name, listed.name))
         crc = 0
         try:
-            with _telling(temporary):
+            with telling(temporary):
                 fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             try:
                 for piece in peer.get(commit.tier.name, commit.name, listed.name, most=listed.size):
                     crc = crc32c.crc32c(piece, crc)
-                    with _telling(temporary):
+                    with telling(temporary):
                         _write(fd, piece)
                     pace.beat(len(piece))
                     rate.took(len(piece))
-                with _telling(temporary):
+                with telling(temporary):
                     os.fsync(fd)
             finally:
                 os.close(fd)
@@ -168,7 +167,7 @@ class Shelf:
                 raise StoreError(
                     f"node {peer.node}: {commit.name}/{listed.name} came with CRC-32C {crc:08x}, {listed.crc32c} was committed"
                 )
-            with _telling(path):
+            with telling(path):
                 os.rename(temporary, path)
                 stat = os.stat(path)
         except BaseException:
@@ -245,15 +244,3 @@ def _write(fd: int, data: memoryview) -> None:
     done = 0
     while done < len(data):  # a raw write may take a part only
         done += os.write(fd, data[done:])
-
-
-@contextlib.contextmanager
-def _telling(path: str) -> Iterator[None]:
-    """Turn an OSError into one whose text names the file."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as error:
-        kind = NoSuchFile if isinstance(error, FileNotFoundError) else StoreError
-        raise kind(f"{error.filename or path}: {error.strerror or error}", error.errno) from error

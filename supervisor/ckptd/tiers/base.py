@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Final, Protocol
@@ -31,6 +32,23 @@ class NoSuchFile(StoreError, FileNotFoundError):
 
 class Damaged(StoreError):
     """A committed checkpoint is not what was committed."""
+
+
+def explained(error: OSError, path: str) -> StoreError:
+    """An OSError as one whose text names the file; `path` where the error itself does not."""
+    kind = NoSuchFile if isinstance(error, FileNotFoundError) else StoreError
+    return kind(f"{error.filename or path}: {error.strerror or error}", error.errno)
+
+
+@contextlib.contextmanager
+def telling(path: str) -> Iterator[None]:
+    """Turn an OSError into one whose text names the file."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise explained(error, path) from error
 
 
 class Reader(Protocol):

@@ -10,7 +10,17 @@ import stat
 from collections.abc import Iterator
 from typing import Final
 
-from ckptd.tiers.base import COPY_PREFIX, DOOMED_PREFIX, Damaged, NoSuchFile, Reader, StoreError, Writer
+from ckptd.tiers.base import (
+    COPY_PREFIX,
+    DOOMED_PREFIX,
+    Damaged,
+    NoSuchFile,
+    Reader,
+    StoreError,
+    Writer,
+    explained,
+    telling,
+)
 from ckptd_shim import contract
 
 _MARKER_LIMIT: Final = 64 << 20
@@ -31,20 +41,20 @@ class PosixStore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise _explained(error, self.location) from error
+            raise explained(error, self.location) from error
         return [name for name in found if contract.parse_checkpoint_dirname(name)]
 
     def path(self, name: str) -> str:
         return os.path.join(self.location, name)
 
     def created(self, name: str) -> float:
-        with _telling(self.path(name)):
+        with telling(self.path(name)):
             return os.stat(self.path(name)).st_mtime
 
     def marker(self, name: str) -> bytes:
         path = os.path.join(self.path(name), contract.COMMITTED)
         try:
-            with _telling(path), open(path, "rb", opener=_opened) as file:
+            with telling(path), open(path, "rb", opener=_opened) as file:
                 return file.read(_MARKER_LIMIT)
         except StoreError as error:
             if error.errno == errno.ENOTDIR and os.path.isdir(self.location):
@@ -63,7 +73,7 @@ class PosixStore:
         place = self.location
         while not os.path.isdir(place) and place != os.path.dirname(place):
             place = os.path.dirname(place)
-        with _telling(place):
+        with telling(place):
             found = os.statvfs(place)
             return found.f_bavail * found.f_frsize
 
@@ -72,7 +82,7 @@ class PosixStore:
 
     def bury(self, name: str) -> None:
         grave = self._grave(name)
-        with _telling(self.path(name)):
+        with telling(self.path(name)):
             if os.path.lexists(grave):
                 _remove(grave)
             os.rename(self.path(name), grave)
@@ -98,7 +108,7 @@ class PosixStore:
 
     def begin(self, name: str, run_id: str) -> dict[str, int]:
         copy = self._copy(name)
-        with _telling(copy):
+        with telling(copy):
             os.makedirs(self.location, exist_ok=True)
             for other in os.listdir(self.location):
                 if other.startswith(COPY_PREFIX) and other != os.path.basename(copy):
@@ -111,13 +121,13 @@ class PosixStore:
     @contextlib.contextmanager
     def writing(self, name: str, file: str) -> Iterator[Writer]:
         path = os.path.join(self._copy(name), file)
-        with _telling(path):
+        with telling(path):
             # Never into a file that is there: a thread that was left behind may still have it open.
             contract.unlink_quietly(path)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             yield _Writing(fd, path)
-            with _telling(path):
+            with telling(path):
                 os.fsync(fd)
             # What is read back to be verified should come from where it was written to, not from memory.
             with contextlib.suppress(OSError):
@@ -136,7 +146,7 @@ class PosixStore:
     def drop(self, name: str, files: list[str]) -> None:
         for file in files:
             path = os.path.join(self._copy(name), file)
-            with _telling(path):
+            with telling(path):
                 if os.path.isdir(path) and not os.path.islink(path):
                     shutil.rmtree(path)
                 else:
@@ -144,7 +154,7 @@ class PosixStore:
 
     def commit(self, name: str, marker: bytes) -> None:
         copy = self._copy(name)
-        with _telling(copy):
+        with telling(copy):
             contract.write_atomically(os.path.join(copy, contract.COMMITTED), marker, durable=True)
             if os.path.lexists(self.path(name)):
                 self.delete(name)
@@ -156,7 +166,7 @@ class PosixStore:
 
     @contextlib.contextmanager
     def _open(self, path: str) -> Iterator[Reader]:
-        with _telling(path):
+        with telling(path):
             fd = _opened(path)
         try:
             with contextlib.suppress(OSError):
@@ -171,7 +181,7 @@ class _Reading:
         self._fd, self._path = fd, path
 
     def readinto(self, buffer: memoryview, /) -> int:
-        with _telling(self._path):
+        with telling(self._path):
             return os.readv(self._fd, [buffer])
 
 
@@ -181,7 +191,7 @@ class _Writing:
 
     def write(self, data: memoryview, /) -> int:
         done = 0
-        with _telling(self._path):
+        with telling(self._path):
             while done < len(data):  # a raw write may take a part only
                 done += os.write(self._fd, data[done:])
         return done
@@ -214,21 +224,5 @@ def _owner(directory: str) -> str | None:
 
 
 def _sizes(directory: str) -> dict[str, int]:
-    with _telling(directory), os.scandir(directory) as entries:
+    with telling(directory), os.scandir(directory) as entries:
         return {e.name: (e.stat(follow_symlinks=False).st_size if e.is_file(follow_symlinks=False) else -1) for e in entries}  # fmt: skip
-
-
-@contextlib.contextmanager
-def _telling(path: str) -> Iterator[None]:
-    """Turn an OSError into one whose text names the file."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as error:
-        raise _explained(error, path) from error
-
-
-def _explained(error: OSError, path: str) -> StoreError:
-    kind = NoSuchFile if isinstance(error, FileNotFoundError) else StoreError
-    return kind(f"{error.filename or path}: {error.strerror or error}", error.errno)
