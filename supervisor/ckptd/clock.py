@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptd.core import events
@@ -24,6 +25,17 @@ class RunClock:
 
     def now(self) -> float:
         return self.base_t + (time.monotonic() - self.base_mono)
+
+    @classmethod
+    def after(cls, history: Iterable[events.Event], *, last_t: float, boot_id: str) -> RunClock:
+        """The clock of a run that has this history; `last_t`: of its ledger."""
+        last: events.Event | None = None
+        anchor: events.DaemonStarted | None = None
+        for event in history:
+            last = clocked_by(last, event)
+            if isinstance(event, events.DaemonStarted):
+                anchor = event
+        return cls.resume(last_t=last_t, last=last, anchor=anchor, boot_id=boot_id)
 
     @classmethod
     def resume(

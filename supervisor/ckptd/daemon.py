@@ -15,14 +15,14 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, cast
 
 from ckptd import __version__, link, orders, status
 from ckptd.agents import Agents, Session, Sessions
 from ckptd.allocation import AllocationWatch
-from ckptd.clock import RunClock, clocked_by
+from ckptd.clock import RunClock
 from ckptd.consult import Consultations
 from ckptd.core import events, picture, tierbook
 from ckptd.core.commands import Ask, Command, Gather, Launch, OpenStore, Record, Rehearse, Steer, Stop
@@ -112,7 +112,7 @@ class Daemon:
         self._home = Place(run_dir.path)
         self._turned = time.monotonic()
         self.web_address: str | None = None
-        self._replay()
+        self.clock = RunClock.after(self._replay(), last_t=ledger.last_t(), boot_id=boot_id())
         self.agents: Sessions
         if door is None:
             local = cast("Launcher", launcher)
@@ -141,20 +141,16 @@ class Daemon:
 
     # --- history and time ---
 
-    def _replay(self) -> None:
-        last: events.Event | None = None
-        anchor: events.DaemonStarted | None = None
+    def _replay(self) -> Iterator[events.Event]:
+        """Fold what is in the ledger, and pass each event on."""
         for _, event in self._ledger.events():
             self.picture = picture.apply(self.picture, event)
-            last = clocked_by(last, event)
             self._watch.saw(event)
             if self._allocation is not None:
                 self._allocation.saw(event)
-            if isinstance(event, events.DaemonStarted):
-                anchor = event
-            elif isinstance(event, events.SaveCommitted | events.CheckpointCopied):
+            if isinstance(event, events.SaveCommitted | events.CheckpointCopied):
                 self._remember(event)
-        self.clock = RunClock.resume(last_t=self._ledger.last_t(), last=last, anchor=anchor, boot_id=boot_id())
+            yield event
 
     def happened(self, event: events.Event) -> None:
         """Append an event of this daemon's own making, fold it, and do what it calls for."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from ckptd import jobspec, orders
-from ckptd.clock import RunClock, clocked_by
+from ckptd.clock import RunClock
 from ckptd.core import events, picture
 from ckptd.core.picture import Picture
 from ckptd.core.state import LIVE, Status
 from ckptd.errors import UsageError
 from ckptd.ledger import Ledger
-from ckptd.node.tiers import Tier, marker_key
+from ckptd.node.tiers import Tier, known_markers
 from ckptd.rundir import RunDir, boot_id
 
 _WORKERS_MAY_LIVE = LIVE | {Status.STOPPING}
@@ -53,23 +53,14 @@ class OfflineRun:
             LedgerError: its history cannot be read.
         """
         with run_dir.acquire_lock(), Ledger.open(run_dir.ledger_path) as ledger:
-            state = Picture()
-            last: events.Event | None = None
-            anchor: events.DaemonStarted | None = None
-            markers: dict[str, str] = {}
-            for _, event in ledger.events():
-                state = picture.apply(state, event)
-                last = clocked_by(last, event)
-                if isinstance(event, events.DaemonStarted):
-                    anchor = event
-                elif isinstance(event, events.SaveCommitted | events.CheckpointCopied):
-                    markers[marker_key(event.tier, event.path)] = event.marker_crc32c
+            history = [event for _, event in ledger.events()]
+            state = picture.replay(history)
             if not state.run.policy.run_id:
                 raise UsageError(f"the run in {run_dir.path} was never started; `ckptd run` starts it")
             spec = jobspec.load(run_dir.job_path, check=False)
-            clock = RunClock.resume(last_t=ledger.last_t(), last=last, anchor=anchor, boot_id=boot_id())
+            clock = RunClock.after(history, last_t=ledger.last_t(), boot_id=boot_id())
             tiers = [Tier.from_dict(tier) for tier in orders.settings(spec)["tiers"]]
-            yield cls(ledger=ledger, picture=state, clock=clock, tiers=tiers, markers=markers)
+            yield cls(ledger=ledger, picture=state, clock=clock, tiers=tiers, markers=known_markers(history))
 
     def happened(self, event: events.Event) -> None:
         """Append an event, durably."""

@@ -7,7 +7,6 @@ attempts have counted, so that no attempt writes where an earlier one did. The n
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from ckptd.ledger import Ledger
 from ckptd.node import tiers
 from ckptd.node.tiers import Found, Tier
 from ckptd.rundir import RunDir
+from ckptd_shim import contract
 
 
 @contextlib.contextmanager
@@ -83,6 +83,6 @@ def _commits(spec: JobSpec, name: str) -> list[Found]:
 
 def _attempts(run_dir: RunDir) -> list[int]:
     try:
-        return [int(name) for name in os.listdir(run_dir.attempts_path) if name.isdecimal()]
+        return list(contract.attempt_dirs(run_dir.attempts_path))
     except OSError:
         return []

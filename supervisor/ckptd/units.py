@@ -64,13 +64,13 @@ def format_duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}ms"
 
 
-def format_size(value: float) -> str:
+def format_size(value: float, *, digits: int = 4) -> str:
     """Bytes in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
-            return f"{value:.4g} {unit}"
+            return f"{value:.{digits}g} {unit}"
         value /= 1024
-    return f"{value:.4g} TiB"
+    return f"{value:.{digits}g} TiB"
 
 
 def shortened(value: object, limit: int = 60) -> str:

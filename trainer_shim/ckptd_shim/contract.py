@@ -69,6 +69,14 @@ def attempt_dirname(attempt: int) -> str:
     return f"{attempt:04d}"
 
 
+def attempt_dirs(directory: str | os.PathLike[str]) -> dict[int, str]:
+    """Names of the attempts' directories below `<run_dir>/attempts`, by number; whatever else is there is somebody else's.
+
+    Raises OSError.
+    """
+    return {int(name): name for name in os.listdir(directory) if name.isascii() and name.isdecimal()}
+
+
 def pulse_name(rank: int) -> str:
     """Name of a rank's heartbeat page in the attempt's directory."""
     return f"rank{rank}.pulse"

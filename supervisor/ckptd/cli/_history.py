@@ -71,11 +71,7 @@ def checkpoints(run: str | None, as_json: bool, verify: bool) -> int:
     with Ledger.open(run_dir.ledger_path, readonly=True) as ledger:
         history = [event for _, event in ledger.events()]
     state = picture.replay(history).run
-    known = {
-        tiers.marker_key(event.tier, event.path): event.marker_crc32c
-        for event in history
-        if isinstance(event, ev.SaveCommitted | ev.CheckpointCopied)
-    }
+    known = tiers.known_markers(history)
     found: list[tuple[tiers.Found, Store]] = []
     unreadable = False
     for settings in orders.settings(spec)["tiers"]:

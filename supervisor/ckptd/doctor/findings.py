@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from ckptd.units import format_size
+
 Level = Literal["ok", "warn", "fail"]
 
 
@@ -37,8 +39,4 @@ def fail(check: str, what: str, todo: str) -> Finding:
 
 def amount(size: float) -> str:
     """Bytes for people: `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} TiB"
+    return format_size(size, digits=3)

@@ -213,12 +213,9 @@ def rehearse(
     run = picture.replay(history).run
     if not run.policy.run_id:
         raise UsageError(f"the run in {run_dir.path} was never started; `ckptd run` starts it")
-    known = {
-        tiers.marker_key(event.tier, event.path): event.marker_crc32c
-        for event in history
-        if isinstance(event, events.SaveCommitted)
-    }
-    found = newest(spec, tier, run.policy.run_id, known, run.suspects, left=run.keeping.suspects())
+    found = newest(
+        spec, tier, run.policy.run_id, tiers.known_markers(history), run.suspects, left=run.keeping.suspects()
+    )
     if isinstance(found, Result):
         return found
     world_for(spec, workers)

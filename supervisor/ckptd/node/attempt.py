@@ -445,10 +445,9 @@ def node_file(what: str, node: str, suffix: str) -> str:
 def newest_attempt(run_dir: str) -> int | None:
     """Number of the newest attempt that this node had a part in; None: it had none."""
     try:
-        names = os.listdir(os.path.join(run_dir, "attempts"))
+        return max(contract.attempt_dirs(os.path.join(run_dir, "attempts")), default=None)
     except OSError:
         return None
-    return max((int(name) for name in names if name.isascii() and name.isdecimal()), default=None)
 
 
 def recorded_workers(attempt_dir: str, node: str) -> dict[int, Process]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from ckptd.errors import CkptdError, UsageError
 from ckptd.link import Message
 from ckptd.node import inventory, lookup, retire
 from ckptd.node.inuse import InUse
-from ckptd.node.promote import Promoter, Together
+from ckptd.node.promote import Promoter, Tell, Together, copied_event
 from ckptd.node.retire import Holdings
 from ckptd.node.tiers import Found, Tier, clear_graves, marker_key
 from ckptd.tiers import Copied, Crew, NoSuchFile
@@ -22,6 +23,17 @@ log = logging.getLogger(__name__)
 
 TIDY_PATIENCE_S = 10.0
 """How long the last deletions of a run may take."""
+
+
+def from_threads(emit: Callable[..., None]) -> Tell:
+    """`emit`, which belongs to the event loop that runs now, for threads to call."""
+    loop = asyncio.get_running_loop()
+
+    def tell(kind: str, **event: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the agent has left
+            loop.call_soon_threadsafe(functools.partial(emit, kind, **event))
+
+    return tell
 
 
 class Keeper:
@@ -72,7 +84,7 @@ class Keeper:
             return
         if self._promoter is None:
             self._promoter = Promoter(
-                tiers=self.tiers, run_id=self._run_id, crew=self._crew, in_use=self.in_use, tell=self._from_threads(),
+                tiers=self.tiers, run_id=self._run_id, crew=self._crew, in_use=self.in_use, tell=from_threads(self._emit),
                 together=self.together,
             )  # fmt: skip
         self._promoter.set_every(every)
@@ -98,30 +110,18 @@ class Keeper:
             jobs = [asyncio.ensure_future(self._prune_tier(tier, self._holdings)) for tier in self.tiers]
             await asyncio.wait(jobs, timeout=TIDY_PATIENCE_S)
 
-    def _from_threads(self) -> Callable[..., None]:
-        loop = asyncio.get_running_loop()
-
-        def tell(kind: str, **event: Any) -> None:
-            loop.call_soon_threadsafe(functools.partial(self._emit, kind, **event))
-
-        return tell
-
     # --- finding and deleting ---
 
     async def inventory(self, order: Message) -> Message:
         """Which checkpoint to resume from: the fields of `InventoryReported`."""
-        tell = self._from_threads()
+        tell = from_threads(self._emit)
         suspects = order.get("suspects", ())
         if self._promoter is not None:
             self._promoter.known.update(order["markers"])
             self._promoter.suspects = suspects
 
         def fetched(found: Found, to: Tier, copied: Copied) -> None:
-            tell(
-                "checkpoint_copied", attempt=found.attempt, step=found.step, tier=to.name,
-                path=to.store().path(found.name), source=found.path, bytes=copied.bytes, seconds=copied.seconds,
-                sequence=found.sequence, marker_crc32c=found.marker_crc32c,
-            )  # fmt: skip
+            tell("checkpoint_copied", **copied_event(found, to, copied))
 
         question = inventory.Question(
             tiers=self.tiers, run_id=self._run_id, known=order["markers"], avoid=order["avoid"], suspects=suspects,

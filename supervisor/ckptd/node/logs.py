@@ -162,7 +162,7 @@ def forget_attempts(directory: str, rules: Rules, *, in_use: Collection[int]) ->
     if rules.keep_attempts is None:
         return []
     try:
-        names = {int(name): name for name in os.listdir(directory) if name.isdecimal() and name.isascii()}
+        names = contract.attempt_dirs(directory)
     except OSError:
         return []
     doomed = [number for number in sorted(names)[: -max(1, rules.keep_attempts)] if number not in in_use]

@@ -7,7 +7,6 @@ fetches the other node's files into the same directory. Only the newest is copie
 from __future__ import annotations
 
 import logging
-import os
 import random
 import threading
 import time
@@ -21,7 +20,7 @@ from ckptd.node.promote import Tell, retry_after
 from ckptd.node.shelf import Commit, Shelf, places_of
 from ckptd.node.tiers import Found, Tier, scan
 from ckptd.tiers import Abandoned, Crew, Pace, StoreError
-from ckptd_shim import contract
+from ckptd_shim.digest import committed_paths
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ class Mirror(threading.Thread):
     def _turn(self) -> None:
         source = self._source
         try:
-            committed = self._committed()
+            committed = set(committed_paths(self.tier.directory))
             if committed == self._settled:
                 return
             found = scan(self.tier)
@@ -136,11 +135,6 @@ class Mirror(threading.Thread):
             source=source.node, nodes=len(newest.marker.nodes), sequence=newest.sequence, bytes=moved,
             seconds=time.monotonic() - begun,
         )  # fmt: skip
-
-    def _committed(self) -> set[str]:
-        store = self.tier.store()
-        marker = contract.COMMITTED
-        return {name for name in store.names() if os.path.lexists(os.path.join(store.path(name), marker))}
 
     def _copy(self, found: Found, source: Source, pace: Pace) -> int:
         """Bytes that were fetched."""

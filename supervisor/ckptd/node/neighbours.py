@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import time
@@ -14,7 +13,7 @@ from ckptd.core.holdings import from_ranges
 from ckptd.link import Message
 from ckptd.node import gather, sharing, together
 from ckptd.node.gather import Source, Wanted
-from ckptd.node.keeper import Keeper
+from ckptd.node.keeper import Keeper, from_threads
 from ckptd.node.mirror import Mirror
 from ckptd.node.peers import Answer, Beating, Connection, Peer, PeerServer, send_file
 from ckptd.node.shelf import Commit, Shelf, commit_of, places_of
@@ -146,7 +145,7 @@ class Neighbours:
         if self._mirror is None:
             self._mirror = Mirror(
                 tier=tier, run_id=self._run_id, crew=self._crew, shelf=self._shelf, in_use=self._keeper.in_use,
-                dial=self._dial, tell=self._from_threads(), bytes_per_s=self._rate,
+                dial=self._dial, tell=from_threads(self._emit), bytes_per_s=self._rate,
             )  # fmt: skip
             self._mirror.start()
         self._mirror.follow(None if order["from"] is None else Source.from_dict(order["from"]))
@@ -168,15 +167,6 @@ class Neighbours:
             if self._mirror is not None:
                 wanted |= places_of(commit.marker, self._mirror.following)
             return together.bring_all(commit, target, shelf=self._shelf, hoped_for=wanted, pace=pace)
-
-    def _from_threads(self) -> Callable[..., None]:
-        loop = asyncio.get_running_loop()
-
-        def tell(kind: str, **event: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the agent has left
-                loop.call_soon_threadsafe(functools.partial(self._emit, kind, **event))
-
-        return tell
 
     def _dial(self, source: Source) -> Peer:
         return Peer.dial(node=source.node, host=source.host, port=source.port, secret=self._secret, me=self._node)

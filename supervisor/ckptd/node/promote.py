@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from ckptd.core import promotion
 from ckptd.core.keeping import Range, is_suspect
@@ -44,6 +44,15 @@ Together = Callable[[Found, Tier, Tier, Pace], Copied]
 def retry_after(failures: int, *, jitter: float) -> float:
     """Seconds to wait after so many failures in a row; `jitter`: from -1 to 1."""
     return float(min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** min(failures - 1, 20)) * (1.0 + JITTER * jitter))
+
+
+def copied_event(found: Found, target: Tier, done: Copied) -> dict[str, Any]:
+    """What `CheckpointCopied` says of a copy of `found` to `target`."""
+    return {
+        "attempt": found.attempt, "step": found.step, "tier": target.name, "path": target.store().path(found.name),
+        "source": found.path, "bytes": done.bytes, "seconds": done.seconds, "sequence": found.sequence,
+        "marker_crc32c": found.marker_crc32c,
+    }  # fmt: skip
 
 
 class Promoter:
@@ -369,8 +378,4 @@ class _Worker(threading.Thread):
     def _copied(self, found: Found, done: Copied) -> None:
         assert found.marker is not None
         self._there = found.sequence
-        self._tell(
-            "checkpoint_copied", attempt=found.attempt, step=found.step, tier=self.target.name, path=self._path(found),
-            source=found.path, bytes=done.bytes, seconds=done.seconds, sequence=found.sequence,
-            marker_crc32c=found.marker_crc32c,
-        )  # fmt: skip
+        self._tell("checkpoint_copied", **copied_event(found, self.target, done))

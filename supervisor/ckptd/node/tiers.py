@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptd.core import events
 from ckptd.core.keeping import name_of
 from ckptd.tiers import Damaged, NoSuchFile, Pace, Store, StoreError, is_url, open_store, read_marker
 from ckptd_shim import contract
@@ -68,6 +69,15 @@ class Found:
 def marker_key(tier: str, path: str) -> str:
     """What the digest of a checkpoint's marker is known by."""
     return f"{tier}/{name_of(path)}"
+
+
+def known_markers(history: Iterable[events.Event]) -> dict[str, str]:
+    """CRC-32C of the markers of a run's commits and their copies, by `marker_key`, as the ledger has them."""
+    return {
+        marker_key(event.tier, event.path): event.marker_crc32c
+        for event in history
+        if isinstance(event, events.SaveCommitted | events.CheckpointCopied)
+    }
 
 
 def scan(
